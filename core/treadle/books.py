@@ -1,0 +1,275 @@
+"""The books: pool, waiting and running requests. Each verb changes them together and tells the plugins; it decides nothing."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+from treadle.blocks import BlockPool, BlockRef, IntegrityError
+from treadle.contracts import Load, PreemptionMode
+from treadle.hookspecs import Hooks
+from treadle.plan import BlockCopy
+from treadle.request import FinishReason, LiveRequest, Phase
+from treadle.step import Step
+
+
+class SwapSpace:
+    """Ids of the blocks in host memory."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, num_blocks: int) -> list[int]:
+        assert num_blocks <= len(self._free)
+        return [self._free.pop() for _ in range(num_blocks)]
+
+    def give_back(self, block_ids: Sequence[int]) -> None:
+        self._free.extend(block_ids)
+
+
+class Journal:
+    """What a step did to the books that must be undone if its pass fails."""
+
+    def __init__(self) -> None:
+        self.indexed: list[int] = []
+        self.chains: list[tuple[LiveRequest, BlockRef | None, int]] = []
+        self.uncertain: dict[str, LiveRequest] = {}
+        """Requests that rely on blocks or copies of this very step."""
+        self.swap_out: list[BlockCopy] = []
+        self.swap_in: list[BlockCopy] = []
+
+
+class Books:
+    """Pool, waiting, running and held requests."""
+
+    def __init__(self, pool: BlockPool, swap_space: SwapSpace, hook: Hooks, *, index_blocks: bool = True) -> None:
+        self.pool = pool
+        self._index_blocks = index_blocks
+        self.swap_space = swap_space
+        self.running: dict[str, LiveRequest] = {}
+        """In the order of admission."""
+        self.waiting: OrderedDict[str, LiveRequest] = OrderedDict()
+        """Longest waiting first."""
+        self.held: dict[str, LiveRequest] = {}
+        """Finished requests whose blocks are not given back yet."""
+        self.ended: list[LiveRequest] = []
+        """Requests that ended since the last step was closed."""
+        self.journal = Journal()
+        self.waiting_priorities: Counter[int] = Counter()
+        self._waiting_prompt_tokens = 0
+        self._hook = hook
+
+    @property
+    def load(self) -> Load:
+        used = self.pool.num_used / self.pool.num_blocks
+        return Load(len(self.waiting), self._waiting_prompt_tokens, len(self.running), used)
+
+    # --- requests -------------------------------------------------------------------------------------------------------------
+
+    def queue(self, step: Step, request: LiveRequest) -> None:
+        """An accepted request waits."""
+        self._add_waiting(request)
+        self._hook.request_queued(step=step, request=request)
+
+    def start(self, step: Step, request: LiveRequest) -> None:
+        """A waiting request runs; its blocks are there."""
+        resumed = request.phase is Phase.PREEMPTED
+        self._remove_waiting(request)
+        request.start(step.number, step.now)
+        self.running[request.id] = request
+        (self._hook.request_resumed if resumed else self._hook.request_admitted)(step=step, request=request)
+
+    def preempt(self, step: Step, request: LiveRequest) -> None:
+        """A running request gives up its blocks and waits again."""
+        del self.running[request.id]
+        self.drop(step, request.preempt())
+        self._return_to_waiting(step, request, PreemptionMode.RECOMPUTE)
+
+    def swap_out(self, step: Step, request: LiveRequest) -> bool:
+        """A running request waits with its KV in swap space. False, and nothing changed, when there is no space for it."""
+        num_blocks = self.pool.blocks_for(request.num_computed)
+        places = [p for p, b in enumerate(request.block_table[:num_blocks]) if self.pool.count(b) == 1]
+        if len(places) > self.swap_space.num_free:
+            return False
+        del self.running[request.id]
+        table = request.block_table
+        swapped = dict(zip(places, self.swap_space.take(len(places)), strict=True))
+        self.journal.swap_out += [BlockCopy(table[place], target) for place, target in swapped.items()]
+        self.journal.uncertain[request.id] = request
+        request.swap_out(swapped, num_blocks)
+        self.drop(step, [table[place] for place in places] + list(table[num_blocks:]))
+        self._return_to_waiting(step, request, PreemptionMode.SWAP)
+        return True
+
+    def swap_in(self, step: Step, request: LiveRequest, block_ids: Sequence[int]) -> None:
+        """New blocks take the places of those that are swapped out."""
+        self.pool.take(block_ids)
+        blocks = dict(zip(request.swapped, block_ids, strict=True))
+        # the swap blocks are given back when the pass is over: swap-outs of this step run before its swap-ins
+        self.journal.swap_in += [BlockCopy(request.swapped[place], target) for place, target in blocks.items()]
+        self.journal.uncertain[request.id] = request
+        request.swap_in(blocks)
+        self._hook.blocks_allocated(step=step, request=request, block_ids=block_ids)
+
+    def finish(
+        self, step: Step, request: LiveRequest, reason: FinishReason, error: Exception | None = None, *, hold: bool = False
+    ) -> None:
+        """A request ends, wherever it is. With `hold` its blocks stay until `release`."""
+        queued = request.phase is not Phase.SUBMITTED
+        if request.is_waiting:
+            self._remove_waiting(request)
+        self.running.pop(request.id, None)
+        request.finish(reason, step.clock.now(), error)
+        self.ended.append(request)
+        if hold:
+            self.held[request.id] = request
+        else:
+            self.give_up_blocks(step, request)
+        if queued:
+            self._hook.request_finished(step=step, request=request)
+
+    def release(self, step: Step, request: LiveRequest) -> None:
+        """A held request's blocks go."""
+        del self.held[request.id]
+        self.give_up_blocks(step, request)
+
+    def give_up_blocks(self, step: Step, request: LiveRequest) -> None:
+        """The request holds nothing any more, in the pool or in swap space."""
+        self.swap_space.give_back(list(request.swapped.values()))
+        self.drop(step, request.surrender())
+
+    def reclaim_from_waiting(self, step: Step, but: LiveRequest) -> bool:
+        """Requests that wait with blocks of the pool start over, so that somebody can go on. False when none holds any."""
+        holders = [request for request in self.waiting.values() if request is not but and request.held_blocks()]
+        for request in holders:
+            self.give_up_blocks(step, request)
+        return bool(holders)
+
+    def _return_to_waiting(self, step: Step, request: LiveRequest, mode: PreemptionMode) -> None:
+        self._add_waiting(request)
+        self.waiting.move_to_end(request.id, last=False)
+        self._hook.request_preempted(step=step, request=request, mode=mode)
+
+    def _add_waiting(self, request: LiveRequest) -> None:
+        self.waiting[request.id] = request
+        self.waiting_priorities[request.priority] += 1
+        self._waiting_prompt_tokens += request.prompt_length
+
+    def _remove_waiting(self, request: LiveRequest) -> None:
+        del self.waiting[request.id]
+        self.waiting_priorities[request.priority] -= 1
+        if not self.waiting_priorities[request.priority]:
+            del self.waiting_priorities[request.priority]
+        self._waiting_prompt_tokens -= request.prompt_length
+
+    # --- blocks ---------------------------------------------------------------------------------------------------------------
+
+    def give(self, step: Step, request: LiveRequest, block_ids: tuple[int, ...]) -> None:
+        """Free blocks become the request's."""
+        self.pool.take(block_ids)
+        request.hold(block_ids)
+        self._hook.blocks_allocated(step=step, request=request, block_ids=block_ids)
+
+    def reuse(self, step: Step, request: LiveRequest, block_ids: tuple[int, ...]) -> None:
+        """The request uses indexed blocks for its next tokens, in place of blocks that it had reserved for them."""
+        held = request.num_computed // self.pool.block_size
+        replaced = request.block_table[held : held + len(block_ids)]
+        reused = self.pool.share(block_ids)
+        if reused:
+            self._hook.blocks_reused(step=step, block_ids=reused)
+        self._chain(request, self._record_of(block_ids[-1]), held + len(block_ids))
+        request.reuse(block_ids, self.pool.block_size)
+        self.journal.uncertain[request.id] = request
+        self.drop(step, replaced)
+
+    def fill(self, step: Step, request: LiveRequest, num_tokens: int) -> None:
+        """Index the blocks that are full once the first `num_tokens` tokens are computed."""
+        if not self._index_blocks:
+            return
+        size = self.pool.block_size
+        filled = []
+        for place in range(request.num_chained, num_tokens // size):
+            block_id = request.block_table[place]
+            tokens = request.token_ids(place * size, (place + 1) * size)
+            ref = self.pool.index(block_id, request.chain, tokens, request.isolation_key)
+            if ref is None:
+                # a block before was evicted: nobody could find this one, nor any behind it
+                ref = request.chain
+            elif ref.block_id == block_id:
+                filled.append(block_id)
+            self._chain(request, ref, place + 1)
+        if filled:
+            self.journal.indexed += filled
+            self._hook.blocks_filled(step=step, request=request, block_ids=filled)
+
+    def evict(self, step: Step, block_ids: Sequence[int]) -> None:
+        """Cached blocks are forgotten, with those that follow them."""
+        evicted = self.pool.unindex(block_ids)
+        self._hook.blocks_evicted(step=step, block_ids=evicted.left_index)
+        if evicted.freed:
+            self._hook.blocks_freed(step=step, block_ids=evicted.freed)
+
+    def drop(self, step: Step, block_ids: Sequence[int]) -> None:
+        """One table fewer holds these blocks."""
+        if not block_ids:
+            return
+        cached, freed = self.pool.drop(block_ids)
+        if cached:
+            self._hook.blocks_cached(step=step, block_ids=cached)
+        if freed:
+            self._hook.blocks_freed(step=step, block_ids=freed)
+
+    def _chain(self, request: LiveRequest, ref: BlockRef | None, num_chained: int) -> None:
+        self.journal.chains.append((request, request.chain, request.num_chained))
+        request.chain_to(ref, num_chained)
+
+    def _record_of(self, block_id: int) -> BlockRef:
+        record = self.pool.record(block_id)
+        assert record is not None
+        return record.ref
+
+    # --- the pass ---------------------------------------------------------------------------------------------------------------
+
+    def open_journal(self) -> None:
+        self.journal = Journal()
+
+    def close_journal(self) -> None:
+        """The pass succeeded: swap blocks that were read are free again."""
+        self.swap_space.give_back([copy.source for copy in self.journal.swap_in])
+
+    def undo(self, step: Step) -> None:
+        """The pass failed: what it was to write is forgotten, and requests that relied on it start over."""
+        journal = self.journal
+        for request, chain, num_chained in reversed(journal.chains):
+            if request.num_chained:
+                request.chain_to(chain, num_chained)
+        self.swap_space.give_back([copy.source for copy in journal.swap_in])
+        for request in journal.uncertain.values():
+            if request.phase is Phase.RUNNING:
+                self.preempt(step, request)
+            elif request.phase is Phase.PREEMPTED:
+                self.give_up_blocks(step, request)
+        if journal.indexed:
+            self.evict(step, [b for b in journal.indexed if self.pool.record(b) is not None])
+
+    # --- proof --------------------------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Compare the pool with every request's table. Raises IntegrityError."""
+        requests = [*self.running.values(), *self.waiting.values(), *self.held.values()]
+        self.pool.check_integrity(request.held_blocks() for request in requests)
+        wrong = []
+        for request in self.running.values():
+            for block_id in request.block_table[request.num_computed // self.pool.block_size :]:
+                if self.pool.count(block_id) != 1 or self.pool.record(block_id) is not None:
+                    wrong.append(f"{request!r} may write block {block_id}, which is shared or indexed")
+        swapped = sum(len(request.swapped) for request in requests)
+        if swapped + self.swap_space.num_free != self.swap_space.num_blocks:
+            wrong.append(f"{swapped} swapped and {self.swap_space.num_free} free of {self.swap_space.num_blocks} swap blocks")
+        if wrong:
+            raise IntegrityError("; ".join(wrong))

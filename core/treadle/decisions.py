@@ -1,0 +1,275 @@
+"""Every decision: ask the hook, check the answer against the rules in its docstring, return what the core can rely on.
+
+Nothing here changes the books. A broken rule raises PluginContractError with the plugin, the hook and the rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from treadle.blocks import BlockPool
+from treadle.contracts import (
+    Accept,
+    Admission,
+    Budget,
+    Executor,
+    KVFormat,
+    Load,
+    ModelInfo,
+    NotBefore,
+    Open,
+    Preemption,
+    PreemptionMode,
+    Refuse,
+    Trim,
+)
+from treadle.errors import PluginContractError, PluginError, TreadleError
+from treadle.plugin_manager import PluginManager
+from treadle.request import LiveRequest, Request
+from treadle.step import Step
+
+
+class Unlimited:
+    """The budget when nobody sets one."""
+
+    may_shrink = True
+
+    def take(self, request: Request, wanted: int) -> int:  # noqa: ARG002  # the signature of Budget
+        """Grant all."""
+        return wanted
+
+
+class Decisions:
+    """The decide hooks, with their rules."""
+
+    def __init__(self, manager: PluginManager) -> None:
+        self._manager = manager
+        self._hook = manager.hook
+
+    def _breach(self, hook: str, rule: str, got: object) -> NoReturn:
+        raise PluginContractError(self._manager.author(hook), hook, rule, got)
+
+    # --- start-up -------------------------------------------------------------------------------------------------------------
+
+    def execute(self) -> Executor:
+        answer = self._hook.execute(settings=self._manager.settings, hooks=self._hook)
+        if not isinstance(answer, Executor):
+            self._breach("execute", "answers an Executor", answer)
+        return answer
+
+    def quantize(self, model: ModelInfo) -> KVFormat:
+        answer: object = self._hook.quantize(model=model)
+        if answer is None:
+            return KVFormat()
+        if not isinstance(answer, KVFormat):
+            self._breach("quantize", "answers a KVFormat or None", answer)
+        named = [layer for layer, _ in answer.whole_heads] + list(answer.whole_layers)
+        heads = [head for _, head in answer.whole_heads]
+        if not all(0 <= n < model.num_layers for n in named) or not all(0 <= n < model.num_kv_heads for n in heads):
+            self._breach("quantize", "names heads and layers that the model has", answer)
+        return answer
+
+    # --- requests -------------------------------------------------------------------------------------------------------------
+
+    def accept(self, request: Request, load: Load) -> Accept | Trim | Refuse:
+        answer: object = self._hook.accept(request=request, load=load)
+        if answer is None:
+            return Accept()
+        if not isinstance(answer, (Accept, Trim, Refuse)):
+            self._breach("accept", "answers Accept, Trim, Refuse or None", answer)
+        if isinstance(answer, Trim) and not (_is_whole(answer.max_prompt_tokens) and answer.max_prompt_tokens >= 1):
+            self._breach("accept", "Trim keeps at least 1 prompt token", answer)
+        if isinstance(answer, Refuse) and not answer.reason:
+            self._breach("accept", "Refuse gives a reason", answer)
+        return answer
+
+    def order(self, step: Step) -> Iterator[LiveRequest]:
+        """Yield waiting requests; the rule that somebody is yielded while nothing runs is the planner's to check."""
+        answer: Any = self._hook.order(step=step)
+        if answer is None:
+            return
+        seen: set[str] = set()
+        for request in self._read(answer):
+            if not (isinstance(request, LiveRequest) and step.is_waiting(request)):
+                self._breach("order", "yields waiting requests only", request)
+            if request.id in seen:
+                self._breach("order", "yields each request once", request)
+            seen.add(request.id)
+            yield request
+
+    def _read(self, answer: Any) -> Iterator[object]:
+        """Read a plugin's iterator; what goes wrong in it is the plugin's."""
+        try:
+            yield from answer
+        except TreadleError:
+            raise
+        except Exception as error:
+            raise PluginError(self._manager.author("order"), "order", f"{type(error).__name__}: {error}") from error
+
+    def gate(self, step: Step) -> Open | NotBefore:
+        answer: object = self._hook.gate(step=step)
+        if answer is None:
+            return Open()
+        if not isinstance(answer, (Open, NotBefore)):
+            self._breach("gate", "answers Open, NotBefore or None", answer)
+        closed = answer.time_s <= step.now if isinstance(answer, NotBefore) else answer.most == 0
+        if closed and step.num_running == 0:
+            self._breach("gate", "is open, or gives a time still to come, while nothing runs", answer)
+        return answer
+
+    def admit(self, step: Step, request: Request) -> Admission | NotBefore:
+        answer: object = self._hook.admit(step=step, request=request)
+        if answer is None:
+            return Admission.START
+        if not isinstance(answer, (Admission, NotBefore)):
+            self._breach("admit", "answers an Admission, NotBefore or None", answer)
+        return answer
+
+    def held_back(self, answer: object) -> NoReturn:
+        """Nothing runs, and a request is held back for no stated time."""
+        self._breach("admit", "does not hold a request back without a time while nothing runs", answer)
+
+    def nobody_ordered(self) -> NoReturn:
+        """Nothing runs, requests wait, and `order` yielded none."""
+        self._breach("order", "yields at least one request while nothing runs", ())
+
+    # --- tokens ---------------------------------------------------------------------------------------------------------------
+
+    def budget(self, step: Step) -> Budget:
+        answer: object = self._hook.budget(step=step)
+        if answer is None:
+            return Unlimited()
+        if not isinstance(answer, Budget):
+            self._breach("budget", "answers a Budget or None", answer)
+        return answer
+
+    def take(self, budget: Budget, request: Request, wanted: int) -> int:
+        try:
+            granted: object = budget.take(request, wanted)
+        except TreadleError:
+            raise
+        except Exception as error:
+            raise PluginError(self._manager.author("budget"), "budget", f"{type(error).__name__}: {error}") from error
+        if granted.__class__ is not int or not 0 <= granted <= wanted:  # type: ignore[operator]  # an int by the first test
+            self._breach("budget", "take grants a whole number of 0 to wanted tokens", granted)
+        return granted  # type: ignore[return-value]  # as above
+
+    def nothing_granted(self) -> NoReturn:
+        """A step in which everybody was granted nothing."""
+        self._breach("budget", "take grants at least one request a token in each step", 0)
+
+    def propose(self, step: Step, request: Request, most: int, vocab_size: int) -> tuple[int, ...]:
+        answer = self._hook.propose(step=step, request=request, most=most)
+        if answer is None:
+            return ()
+        rule = "answers at most `most` token ids of the model's vocabulary"
+        drafted = self._ids("propose", answer, rule)
+        if len(drafted) > most or not all(0 <= token < vocab_size for token in drafted):
+            self._breach("propose", rule, answer)
+        return drafted
+
+    # --- blocks ---------------------------------------------------------------------------------------------------------------
+
+    def match_prefix(self, step: Step, request: LiveRequest, pool: BlockPool) -> tuple[int, ...]:
+        """Blocks to use behind those that the request has computed already: nominated, and what they are taken for."""
+        answer = self._hook.match_prefix(step=step, request=request)
+        if not answer:
+            return ()
+        most = (request.num_tokens - 1) // pool.block_size
+        nominated = self._block_ids("match_prefix", answer, "answers ids of blocks of the pool, each once", pool)
+        if len(nominated) > most:
+            self._breach("match_prefix", "answers at most floor((known tokens - 1) / block size) blocks", answer)
+        return _verified(nominated, request, pool)
+
+    def executor_author(self) -> str:
+        """Who made the executor."""
+        return self._manager.author("execute")
+
+    def allocate(self, step: Step, request: Request, num_blocks: int, pool: BlockPool) -> tuple[int, ...] | None:
+        answer = self._hook.allocate(step=step, request=request, num_blocks=num_blocks)
+        if answer is None:
+            return None
+        rule = "answers ids of free blocks, each once"
+        block_ids = self._block_ids("allocate", answer, rule, pool)
+        if not all(pool.is_free(block_id) for block_id in block_ids):
+            self._breach("allocate", rule, answer)
+        if len(block_ids) < num_blocks:
+            self._breach("allocate", "answers at least num_blocks blocks, or None", answer)
+        return block_ids
+
+    def no_room_found(self, num_blocks: int) -> NoReturn:
+        """The pool is empty, the request fits, and `allocate` finds no room."""
+        self._breach("allocate", "finds room when nothing else holds a block", f"None for {num_blocks} blocks")
+
+    def evict(self, step: Step, num_blocks: int, pool: BlockPool) -> tuple[int, ...]:
+        answer = self._hook.evict(step=step, num_blocks=num_blocks)
+        if not answer:
+            return ()
+        rule = "answers ids of cached blocks that are not pinned, each once"
+        block_ids = self._block_ids("evict", answer, rule, pool)
+        if not all(pool.is_cached(block_id) and not pool.is_pinned(block_id) for block_id in block_ids):
+            self._breach("evict", rule, answer)
+        return block_ids
+
+    def preempt(self, step: Step, request: Request, num_blocks: int, *, may_swap: bool) -> Preemption | None:
+        answer: object = self._hook.preempt(step=step, request=request, num_blocks=num_blocks)
+        if answer is None:
+            return None
+        if not (isinstance(answer, Preemption) and isinstance(answer.mode, PreemptionMode)):
+            self._breach("preempt", "answers a Preemption or None", answer)
+        victim = answer.victim
+        if not (isinstance(victim, LiveRequest) and step.is_running(victim)) or victim.planned_in(step.number):
+            self._breach("preempt", "names a running request with no work planned in this step", answer)
+        if request.is_waiting and victim.priority >= request.priority:
+            self._breach("preempt", "names a victim of lower priority when the request is waiting", answer)
+        if answer.mode is PreemptionMode.SWAP and not may_swap:
+            self._breach("preempt", "swaps only where the executor has swap space", answer)
+        return answer
+
+    def release(self, step: Step, request: Request) -> bool:
+        answer: object = self._hook.release(step=step, request=request)
+        if answer is None:
+            return True
+        if not isinstance(answer, bool):
+            self._breach("release", "answers a bool or None", answer)
+        return answer
+
+    # --- shapes ---------------------------------------------------------------------------------------------------------------
+
+    def _ids(self, hook: str, answer: Any, rule: str) -> tuple[int, ...]:
+        try:
+            ids = tuple(answer)
+        except TypeError:
+            self._breach(hook, rule, answer)
+        if not all(map(_is_whole, ids)):
+            self._breach(hook, rule, answer)
+        return ids
+
+    def _block_ids(self, hook: str, answer: Any, rule: str, pool: BlockPool) -> tuple[int, ...]:
+        ids = self._ids(hook, answer, rule)
+        if len(set(ids)) != len(ids) or not all(0 <= block_id < pool.num_blocks for block_id in ids):
+            self._breach(hook, rule, answer)
+        return ids
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _verified(nominated: Sequence[int], request: LiveRequest, pool: BlockPool) -> tuple[int, ...]:
+    """Nominated blocks behind those that are computed, up to the first whose record differs from the request's own tokens."""
+    size = pool.block_size
+    held = request.num_computed // size
+    parent = request.chain if held else None
+    for place, block_id in enumerate(nominated[held:], held):
+        record = pool.record(block_id)
+        if (
+            record is None
+            or record.parent != parent
+            or record.isolation_key != request.isolation_key
+            or record.tokens != request.token_ids(place * size, (place + 1) * size)
+        ):
+            return tuple(nominated[held:place])
+        parent = record.ref
+    return tuple(nominated[held:])

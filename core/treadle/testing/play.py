@@ -1,0 +1,63 @@
+"""Run prompts through an engine with the fake executor: for examples, and for tests of a plugin's policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from treadle.engine import Engine
+from treadle.handles import Completion
+from treadle.registry import Registry
+from treadle.sampling_params import SamplingParams
+from treadle.settings import load
+from treadle.testing.fake_executor import FakeExecutor
+
+
+def make_engine(
+    *plugins: object,
+    executor: FakeExecutor | None = None,
+    num_blocks: int = 64,
+    block_size: int = 16,
+    registry: Registry | None = None,
+    **slots: Any,
+) -> Engine:
+    """An engine with the fake executor and small blocks. `slots`: a strategy's name, or a table of settings with `strategy`."""
+    values: dict[str, Any] = {"pool": {"num_blocks": num_blocks}, "quantize": "none", "execute": "simulated"}
+    for slot, value in slots.items():
+        values[slot] = {"strategy": value} if isinstance(value, str) else dict(value)
+    values.setdefault("allocate", {}).setdefault("block_size", block_size)
+    settings = load(environment=False, values=values, registry=registry)
+    return Engine(settings, [executor or FakeExecutor(), *plugins])
+
+
+def play(
+    *plugins: object,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int = 4,
+    max_batch_size: int | None = None,
+    labels: Mapping[str, str] | None = None,
+    num_blocks: int = 64,
+    executor: FakeExecutor | None = None,
+    **slots: Any,
+) -> list[Completion]:
+    """Serve all prompts together and return their completions, in order. The pool's integrity is checked after each step."""
+    if max_batch_size is not None:
+        slots["admit"] = {"strategy": "continuous", "max_batch_size": max_batch_size}
+    with make_engine(*plugins, executor=executor, num_blocks=num_blocks, **slots) as engine:
+        params = SamplingParams(max_tokens=max_tokens)
+        handles = [engine.submit(prompt, params, labels=labels) for prompt in prompts]
+        drain_checked(engine)
+        return [handle.result() for handle in handles]
+
+
+def drain_checked(engine: Engine, most_steps: int = 100_000) -> None:
+    """Step until idle, with the books proved after each step, and the pool empty at the end."""
+    for _ in range(most_steps):
+        if not engine.busy:
+            break
+        until_s = engine.step()
+        engine.check_integrity()
+        if until_s is not None:
+            engine.clock.wait(until_s)
+    assert not engine.busy, f"still busy after {most_steps} steps"
+    assert engine.books.pool.num_used == 0, f"{engine.books.pool.num_used} blocks are used by nobody"

@@ -1,0 +1,96 @@
+"""What all order strategies share: waiting requests, sorted by a key that is fixed when they arrive.
+
+A key that does not change while a request waits is what makes aging cheap. If a request's claim grows by one for every second that it
+waits, then claims grow alike for all, and only `arrival - head start` ever decides between two of them. So the queue is a heap that
+is never re-sorted, and the bound on waiting is plain: nobody is overtaken by a request that arrived later than the largest
+difference of head starts after it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+from treadle import Request, hookimpl
+
+Entry = tuple[float, int, Request]
+
+
+class WaitingQueue:
+    """Requests in the order of their keys. Adding and removing cost O(log n), reading the first k costs O(k log n)."""
+
+    def __init__(self) -> None:
+        self._heap: list[Entry] = []
+        self._entries: dict[str, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, request: Request, key: float) -> None:
+        """Queue `request`; among equal keys the earlier submission comes first."""
+        entry = (key, request.sequence, request)
+        self._entries[request.id] = entry
+        heapq.heappush(self._heap, entry)
+
+    def discard(self, request: Request) -> None:
+        """Forget `request`. Its entry stays in the heap until it comes up."""
+        self._entries.pop(request.id, None)
+        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._entries):
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)
+
+    def __iter__(self) -> Iterator[Request]:
+        """First to last; requests may leave while it is read."""
+        passed: list[Entry] = []
+        try:
+            while self._heap:
+                entry = heapq.heappop(self._heap)
+                if self._entries.get(entry[2].id) is entry:
+                    passed.append(entry)
+                    yield entry[2]
+        finally:
+            for entry in passed:
+                if self._entries.get(entry[2].id) is entry:
+                    heapq.heappush(self._heap, entry)
+
+
+class KeyedOrder(ABC):
+    """An order strategy that needs to say only what a request's key is."""
+
+    def __init__(self) -> None:
+        self._queue = WaitingQueue()
+
+    @abstractmethod
+    def key(self, request: Request) -> float:
+        """Smaller comes first. Must not change while the request lives."""
+
+    @hookimpl
+    def request_queued(self, request: Request) -> None:
+        """It waits."""
+        self._queue.add(request, self.key(request))
+
+    @hookimpl
+    def request_preempted(self, request: Request) -> None:
+        """It waits again, at its old place."""
+        self._queue.add(request, self.key(request))
+
+    @hookimpl
+    def request_admitted(self, request: Request) -> None:
+        """It waits no more."""
+        self._queue.discard(request)
+
+    @hookimpl
+    def request_resumed(self, request: Request) -> None:
+        """It waits no more."""
+        self._queue.discard(request)
+
+    @hookimpl
+    def request_finished(self, request: Request) -> None:
+        """It waits no more, if it did."""
+        self._queue.discard(request)
+
+    @hookimpl
+    def order(self) -> Iterator[Request]:
+        """By key."""
+        return iter(self._queue)

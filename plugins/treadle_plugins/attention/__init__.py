@@ -1,0 +1,1 @@
+"""Attention over the block pool: what a backend is asked for, and the backends."""

@@ -1,0 +1,1 @@
+"""Which cached blocks are forgotten first."""

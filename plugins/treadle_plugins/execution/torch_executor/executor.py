@@ -1,0 +1,222 @@
+"""TorchExecutor: one forward pass of a transformers model over a plan's packed tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from treadle.contracts import Clock, KVFormat, ModelInfo, PoolSize, PoolSpec, Tokenizer
+from treadle.errors import ConfigError, ExecutionError, ModelError, TreadleError
+from treadle.plan import Outcome, StepPlan, Work
+from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec
+from treadle_plugins.execution.torch_executor import checks, families, interface
+from treadle_plugins.execution.torch_executor.outcomes import ProcessLogits, conclude
+from treadle_plugins.execution.torch_executor.packing import Limits, WorkRows, faults, lay_out_rows, pack
+from treadle_plugins.execution.torch_executor.swap import SwapSpace
+
+ChooseAttention = Callable[[AttentionSpec], AttentionBackend | None]
+"""A backend that can do what the spec asks for; None when there is none."""
+
+
+class TorchExecutor:
+    """Computes plans with a causal language model of transformers. Owns weights, KV, swap space, tokenizer, sampling.
+
+    The model is taken over: its attention is replaced, and it must not be used elsewhere. Raises ModelError when its
+    architecture cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        info: ModelInfo,
+        tokenizer: Tokenizer | None,
+        *,
+        choose_attention: ChooseAttention,
+        clock: Clock,
+        process_logits: ProcessLogits | None = None,
+    ) -> None:
+        self._network: PreTrainedModel | None = model.eval()
+        self._info, self._tokenizer, self._clock = info, tokenizer, clock
+        self._choose_attention, self._process_logits = choose_attention, process_logits
+        self._device = model.device
+        self._context = interface.ForwardContext()
+        self._swap: SwapSpace | None = None
+        self._limits = Limits(info.vocab_size, info.max_length, num_blocks=0, block_size=1)
+        interface.register()
+        families.connect(model, self._context)
+        interface.bind(model, self._context)
+        parameters = inspect.signature(model.forward).parameters
+        self._passes_positions, self._passes_rows = "position_ids" in parameters, "logits_to_keep" in parameters
+        if families.needs_positions(model) and not self._passes_positions:
+            raise ModelError(f"{type(model).__name__} cannot be told the tokens' positions: packed tokens need them")
+        checks.check_positions(model, info)
+        self._survey()
+
+    @property
+    def model(self) -> ModelInfo:
+        """What the core and the plugins need to know of the model."""
+        return self._info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None when the executor deals in token ids only."""
+        return self._tokenizer
+
+    @property
+    def clock(self) -> Clock:
+        """Where time comes from."""
+        return self._clock
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """The backend that keeps the pool's K and V. Raises ExecutionError while no pool is open."""
+        return self._context.opened()
+
+    @torch.inference_mode()
+    def open_pool(self, spec: PoolSpec) -> PoolSize:
+        """Make room for KV on the model's device and for swapped blocks on the host; ConfigError when it cannot."""
+        backend = self._backend_for(spec.block_size, spec.kv_format)
+        block_bytes = backend.block_bytes()
+        num_blocks = spec.memory_bytes // block_bytes if spec.num_blocks is None else spec.num_blocks
+        if num_blocks < 1:
+            raise ConfigError(
+                f"no block fits the pool: one block of {spec.block_size} tokens takes {block_bytes} bytes, but "
+                f"memory_bytes is {spec.memory_bytes} and num_blocks {spec.num_blocks}; give it more memory or a "
+                "smaller block size"
+            )
+        self._context.backend = backend
+        self._probe(backend, spec)
+        num_swap_blocks = spec.swap_bytes // block_bytes
+        self._allocate(backend, num_blocks, num_swap_blocks, block_bytes)
+        self._limits = self._limits._replace(num_blocks=num_blocks, block_size=spec.block_size)
+        return PoolSize(num_blocks, num_swap_blocks)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> Outcome:
+        """Copy, compute and sample. A work that fails alone is named in the outcome's errors; others go on."""
+        if self._swap is None:
+            raise ExecutionError("a plan was run before open_pool made room for KV, or after close")
+        self._swap.copy_out(plan.swap_out)
+        self._swap.copy_in(plan.swap_in)
+        if not plan.works:
+            return Outcome(())
+        found = faults(plan.works, self._limits)
+        rows = lay_out_rows(plan.works)
+        logits = self._forward(plan.works, rows)
+        return conclude(
+            plan.works,
+            rows,
+            logits,
+            faults=found,
+            process=self._process_logits,
+            eos_token_ids=self._info.eos_token_ids,
+        )
+
+    def describe(self) -> dict[str, str]:
+        """Facts for `treadle explain`."""
+        facts = {
+            "architecture": "closed" if self._network is None else type(self._network).__name__,
+            "device": str(self._device),
+            "precision": str(self._context.facts[0].dtype).removeprefix("torch."),
+        }
+        if self._context.backend is not None:
+            facts["attention"] = self._context.backend.name
+        return facts
+
+    def close(self) -> None:
+        """Let go of the weights, the pool and the swap space."""
+        self._swap = None
+        self._network = None
+        self._context.backend = None
+
+    def _forward(self, works: Sequence[Work], rows: Sequence[WorkRows]) -> torch.Tensor:
+        """Logits [rows, vocabulary] in float32, at the positions that `rows` name."""
+        batch = pack(works, rows, self._limits, self._device)
+        self.attention.prepare(batch)
+        self._context.batch = batch
+        try:
+            logits = self._call_network(batch.token_ids, batch.positions, batch.logit_rows)
+        finally:
+            self._context.batch = None
+        return logits.float()
+
+    def _call_network(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocabulary]; checks that every layer attended."""
+        if self._network is None:
+            raise ExecutionError("the executor is closed")
+        arguments: dict[str, object] = {"input_ids": token_ids[None], "use_cache": False, "return_dict": True}
+        if self._passes_positions:
+            arguments["position_ids"] = positions[None]
+        if self._passes_rows:
+            arguments["logits_to_keep"] = rows
+        self._context.num_calls = 0
+        logits: torch.Tensor = self._network(**arguments).logits[0]
+        if self._context.num_calls != self._info.num_layers:
+            raise ModelError(
+                f"{type(self._network).__name__} attended {self._context.num_calls} times in a pass over "
+                f"{self._info.num_layers} layers: not every layer attends through transformers' interface"
+            )
+        return logits if self._passes_rows else logits[rows]
+
+    @torch.inference_mode()
+    def _survey(self) -> None:
+        """Learn from a pass over one token how each layer attends."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
+        try:
+            self._call_network(zero, zero, zero)
+        except TreadleError:
+            raise
+        except Exception as error:
+            kind = type(self._network).__name__
+            raise ModelError(f"{kind} cannot compute packed tokens: {type(error).__name__}: {error}") from error
+        checks.check_facts(self._context.facts, self._info)
+
+    def _backend_for(self, block_size: int, kv_format: KVFormat) -> AttentionBackend:
+        spec = checks.spec_of(self._context.facts, self._info, block_size, kv_format, self._device.type)
+        backend = self._choose_attention(spec)
+        if backend is None:
+            raise ConfigError(f"no attention backend can do what this model and pool need: {spec}")
+        return backend
+
+    def _probe(self, backend: AttentionBackend, spec: PoolSpec) -> None:
+        """Try the model on a few tokens in blocks of their own, before the pool is there."""
+        if spec.kv_format.history_dependent:
+            return
+        num_blocks = checks.PROBE_SEQUENCES * -(-checks.PROBE_TOKENS // spec.block_size)
+        backend.allocate(num_blocks)
+        self._limits = self._limits._replace(num_blocks=num_blocks, block_size=spec.block_size)
+        dtype = self._context.facts[0].dtype
+        checks.check_packing(
+            lambda works: self._forward(works, lay_out_rows(works)), self._info, spec.block_size, dtype
+        )
+
+    def _allocate(self, backend: AttentionBackend, num_blocks: int, num_swap_blocks: int, block_bytes: int) -> None:
+        try:
+            backend.allocate(num_blocks)
+            self._swap = SwapSpace(backend.tensors(), num_swap_blocks)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"no room for {num_blocks} blocks on {self._device} and {num_swap_blocks} in host memory, of "
+                f"{block_bytes} bytes each; lower num_blocks, memory_bytes or swap_bytes ({error})"
+            ) from error
+
+
+def build(
+    model: PreTrainedModel,
+    info: ModelInfo,
+    tokenizer: Tokenizer | None,
+    *,
+    choose_attention: ChooseAttention,
+    clock: Clock,
+    prepare_model: Callable[[PreTrainedModel], None] | None = None,
+    process_logits: ProcessLogits | None = None,
+) -> TorchExecutor:
+    """An executor over a loaded model, which it takes over. `prepare_model` may change the model in place first."""
+    if prepare_model is not None:
+        prepare_model(model)
+    return TorchExecutor(
+        model, info, tokenizer, choose_attention=choose_attention, clock=clock, process_logits=process_logits
+    )

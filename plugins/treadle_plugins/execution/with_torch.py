@@ -1,0 +1,97 @@
+"""execute.torch: run a causal language model of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from treadle import Executor, Settings, StrategySettings, hookimpl
+from treadle.clocks import MonotonicClock
+from treadle.errors import ConfigError
+from treadle_plugins.execution.torch_executor.hookspecs import TorchExecutorHooks
+
+if TYPE_CHECKING:
+    import torch
+
+BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
+
+
+class TorchSettings(StrategySettings):
+    """Where and in which precision the model runs."""
+
+    device: str = "auto"
+    """A torch device such as `cpu` or `cuda:0`; `auto` takes a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Precision of weights and KV; `auto` is bfloat16 where the processor multiplies it natively, else float32."""
+    num_threads: int | None = Field(None, ge=1)
+    """Threads of torch on the CPU; unset leaves torch's own choice."""
+    offline: bool = False
+    """Fetch nothing: only what is on this machine is used."""
+
+
+class TorchStrategy:
+    """Loads the configured model and makes its executor. Imports torch only then."""
+
+    Settings = TorchSettings
+    hookspecs = TorchExecutorHooks
+
+    def __init__(self, settings: TorchSettings) -> None:
+        self._settings = settings
+
+    @hookimpl
+    def execute(self, settings: Settings, hooks: Any) -> Executor:
+        """Find and load the model. Raises ModelError or ConfigError."""
+        import torch
+
+        from treadle_plugins.execution.torch_executor.executor import build
+        from treadle_plugins.execution.torch_executor.interface import register
+        from treadle_plugins.models.load import load
+        from treadle_plugins.models.resolve import resolve
+
+        device = self._device(torch)
+        if self._settings.num_threads is not None:
+            torch.set_num_threads(self._settings.num_threads)
+        register()
+        source = resolve(settings.root.model, settings.root.cache_dir, self._settings.offline)
+        loaded = load(source, self._dtype(torch, device), device)
+        changes_logits = bool(hooks.process_logits.get_hookimpls())
+        return build(
+            loaded.model,
+            loaded.info,
+            loaded.tokenizer,
+            choose_attention=lambda spec: hooks.attention(spec=spec),
+            clock=MonotonicClock(),
+            prepare_model=lambda model: hooks.prepare_model(model=model, settings=self._settings),
+            process_logits=(lambda logits, works: hooks.process_logits(logits=logits, works=works))
+            if changes_logits
+            else None,
+        )
+
+    def _device(self, torch_: Any) -> str:
+        wanted = self._settings.device
+        if wanted == "auto":
+            return "cuda" if torch_.cuda.is_available() else "cpu"
+        try:
+            torch_.empty(1, device=wanted)
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"execute.device={wanted!r} cannot be used here: {reason}; 'auto' and 'cpu' work") from error
+        return wanted
+
+    def _dtype(self, torch_: Any, device: str) -> torch.dtype:
+        name = self._settings.dtype
+        if name == "auto":
+            name = "bfloat16" if device != "cpu" or _multiplies_bf16() else "float32"
+        dtype: torch.dtype = getattr(torch_, name)
+        return dtype
+
+
+def _multiplies_bf16() -> bool:
+    """Whether the processor multiplies bfloat16 natively, as far as the system says."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return not BF16_FLAGS.isdisjoint(flags)

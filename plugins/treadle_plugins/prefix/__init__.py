@@ -1,0 +1,1 @@
+"""Which blocks already hold the start of a request."""

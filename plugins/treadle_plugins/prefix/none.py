@@ -1,0 +1,16 @@
+"""prefix.none: nothing is reused."""
+
+from __future__ import annotations
+
+from treadle import hookimpl
+
+
+class NoPrefix:
+    """Every request computes all of its tokens, and blocks are not indexed."""
+
+    traits: tuple[str, ...] = ()
+
+    @hookimpl
+    def match_prefix(self) -> tuple[int, ...]:
+        """Nothing."""
+        return ()
