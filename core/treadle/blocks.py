@@ -150,7 +150,8 @@ class BlockPool(PoolView):
 
     def drop(self, block_ids: Sequence[int]) -> Dropped:
         """One table fewer holds each block. Tail first, so that the start of a sequence is the last to be forgotten."""
-        cached, freed = [], []
+        cached: list[int] = []
+        freed: list[int] = []
         for block_id in reversed(block_ids):
             assert self._counts[block_id] > 0, f"block {block_id} is not used"
             self._counts[block_id] -= 1
@@ -160,9 +161,7 @@ class BlockPool(PoolView):
         self._num_cached += len(cached)
         return Dropped(tuple(cached), tuple(freed))
 
-    def index(
-        self, block_id: int, parent: BlockRef | None, tokens: tuple[int, ...], isolation_key: Hashable
-    ) -> BlockRef | None:
+    def index(self, block_id: int, parent: BlockRef | None, tokens: tuple[int, ...], isolation_key: Hashable) -> BlockRef | None:
         """Make a full block shareable. Returns the block that stands for these tokens: this one, or an equal one indexed before.
 
         None when the parent has left the index: then nobody could find this block.

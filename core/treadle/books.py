@@ -263,11 +263,13 @@ class Books:
         """Compare the pool with every request's table. Raises IntegrityError."""
         requests = [*self.running.values(), *self.waiting.values(), *self.held.values()]
         self.pool.check_integrity(request.held_blocks() for request in requests)
-        wrong = []
-        for request in self.running.values():
-            for block_id in request.block_table[request.num_computed // self.pool.block_size :]:
-                if self.pool.count(block_id) != 1 or self.pool.record(block_id) is not None:
-                    wrong.append(f"{request!r} may write block {block_id}, which is shared or indexed")
+        size = self.pool.block_size
+        writable = ((r, block_id) for r in self.running.values() for block_id in r.block_table[r.num_computed // size :])
+        wrong = [
+            f"{request!r} may write block {block_id}, which is shared or indexed"
+            for request, block_id in writable
+            if self.pool.count(block_id) != 1 or self.pool.record(block_id) is not None
+        ]
         swapped = sum(len(request.swapped) for request in requests)
         if swapped + self.swap_space.num_free != self.swap_space.num_blocks:
             wrong.append(f"{swapped} swapped and {self.swap_space.num_free} free of {self.swap_space.num_blocks} swap blocks")

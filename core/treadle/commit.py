@@ -39,7 +39,9 @@ class Committer:
                 self._end(step, request, FinishReason.ERROR, error)
                 continue
             if outcome.prompt_logprobs and place in outcome.prompt_logprobs:
-                request.prompt_logprobs += outcome.prompt_logprobs[place]
+                # entry i of a request is for prompt token i + 1; after a preemption some are there already
+                known = len(request.prompt_logprobs) - work.start
+                request.prompt_logprobs += outcome.prompt_logprobs[place][known:]
             reason = self._append(request, work, outcome.tokens[place], now)
             if outcome.logprobs and place in outcome.logprobs:
                 request.logprobs += outcome.logprobs[place][: request.num_output - len(request.logprobs)]

@@ -5,7 +5,7 @@ Nothing here changes the books. A broken rule raises PluginContractError with th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NoReturn
 
 from treadle.blocks import BlockPool
@@ -24,7 +24,7 @@ from treadle.contracts import (
     Refuse,
     Trim,
 )
-from treadle.errors import PluginContractError, PluginError, TreadleError
+from treadle.errors import PluginContractError, PluginError
 from treadle.plugin_manager import PluginManager
 from treadle.request import LiveRequest, Request
 from treadle.step import Step
@@ -84,7 +84,7 @@ class Decisions:
             self._breach("accept", "Refuse gives a reason", answer)
         return answer
 
-    def order(self, step: Step) -> Iterator[LiveRequest]:
+    def order(self, step: Step) -> Generator[LiveRequest, None, None]:
         """Yield waiting requests; the rule that somebody is yielded while nothing runs is the planner's to check."""
         answer: Any = self._hook.order(step=step)
         if answer is None:
@@ -102,7 +102,7 @@ class Decisions:
         """Read a plugin's iterator; what goes wrong in it is the plugin's."""
         try:
             yield from answer
-        except TreadleError:
+        except PluginError:
             raise
         except Exception as error:
             raise PluginError(self._manager.author("order"), "order", f"{type(error).__name__}: {error}") from error
@@ -147,13 +147,13 @@ class Decisions:
     def take(self, budget: Budget, request: Request, wanted: int) -> int:
         try:
             granted: object = budget.take(request, wanted)
-        except TreadleError:
+        except PluginError:
             raise
         except Exception as error:
             raise PluginError(self._manager.author("budget"), "budget", f"{type(error).__name__}: {error}") from error
-        if granted.__class__ is not int or not 0 <= granted <= wanted:  # type: ignore[operator]  # an int by the first test
+        if not (isinstance(granted, int) and not isinstance(granted, bool) and 0 <= granted <= wanted):
             self._breach("budget", "take grants a whole number of 0 to wanted tokens", granted)
-        return granted  # type: ignore[return-value]  # as above
+        return granted
 
     def nothing_granted(self) -> NoReturn:
         """A step in which everybody was granted nothing."""

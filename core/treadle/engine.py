@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
-import itertools
-import random
 import threading
 import time
 from collections import deque
@@ -18,22 +15,21 @@ from typing import Any
 from treadle.blocks import BlockPool
 from treadle.books import Books, SwapSpace
 from treadle.commit import Committer
-from treadle.contracts import EngineInfo, Executor, KVFormat, PoolSpec, Refuse, StepReport, Tokenizer, Trim
+from treadle.contracts import EngineInfo, Executor, KVFormat, PoolSpec, StepReport, Tokenizer
 from treadle.decisions import Decisions
-from treadle.errors import ConfigError, EngineStopped, ExecutionError, InvalidRequest, PluginError, Refused, TreadleError
+from treadle.errors import ConfigError, EngineStopped, ExecutionError, InvalidRequest, TreadleError
 from treadle.handles import Completion, Handle
+from treadle.intake import Intake, Prompt
 from treadle.logs import get_logger
 from treadle.plan import Outcome, StepPlan
 from treadle.planner import PRIORITY_TRAIT, Planner
 from treadle.plugin_manager import REUSE_TRAIT, PluginManager
-from treadle.request import FinishReason, LiveRequest, Phase, Request, RequestOptions
+from treadle.request import FinishReason, LiveRequest, Phase, RequestOptions
 from treadle.sampling_params import SamplingParams
 from treadle.settings import BlockSettings, Settings, load
 from treadle.step import Step
-from treadle.text import TextStream
 
 log = get_logger(__name__)
-Prompt = str | Sequence[int]
 
 
 class Engine:
@@ -56,17 +52,10 @@ class Engine:
         self._executor = decisions.execute()
         with _closing_on_error(self._executor):
             self._build()
-        self._inbox: deque[LiveRequest | str] = deque()
-        self._ids = itertools.count(1)
-        self._sequences = itertools.count(1)
-        self._known: dict[str, LiveRequest] = {}
-        self._expiries: list[tuple[float, int, LiveRequest]] = []
         self._suspects: deque[LiveRequest] = deque()
-        self._random = random.Random(settings.root.seed)  # noqa: S311  # seeds of sampling, not secrets
         self._number = 0
         self._failure: Exception | None = None
         self._closed = False
-        self._lock = threading.Lock()
         self._step_lock = threading.RLock()
         self._changed = threading.Condition()
         self._arrival = threading.Event()
@@ -85,10 +74,7 @@ class Engine:
         kv_format = self._decisions.quantize(model)
         self._check_format(kv_format)
         pool = self._open_pool(kv_format)
-        self.info = EngineInfo(
-            model, kv_format, pool[0].block_size, pool[0].num_blocks, pool[1].num_blocks, self.clock
-        )
-        self._isolation = (model.fingerprint, kv_format)
+        self.info = EngineInfo(model, kv_format, pool[0].block_size, pool[0].num_blocks, pool[1].num_blocks, self.clock)
         self.books = Books(*pool, self._hook, index_blocks=self.manager.has_trait(REUSE_TRAIT))
         self._planner = Planner(
             self.books,
@@ -98,10 +84,11 @@ class Engine:
             drafts=self.manager.implements("propose"),
             urgent_preempt=self.manager.has_trait(PRIORITY_TRAIT),
         )
+        self._intake = Intake(self.info, self.books, self._decisions, self.tokenizer, self.settings.root.seed)
         self._committer = Committer(self.books, self._decisions, model.vocab_size)
         self._hook.engine_started(engine=self.info)
-        if self.manager.ledger.failures:
-            raise self.manager.ledger.failures[0].__cause__ or self.manager.ledger.failures[0]
+        for failure in self.manager.ledger.failures:
+            raise failure.__cause__ if isinstance(failure.__cause__, TreadleError) else failure
 
     def _open_pool(self, kv_format: KVFormat) -> tuple[BlockPool, SwapSpace]:
         choice = self.settings.choices["allocate"]
@@ -151,32 +138,16 @@ class Engine:
         model and the pool can hold it, and whether it is accepted, is told by its completion.
         """
         options = RequestOptions(priority, timeout_s, cache_salt, dict(labels or {}), group)
-        tokens = self._tokens(prompt)
-        params = self._seeded(params or SamplingParams())
-        if timeout_s is not None and not timeout_s > 0:
-            raise InvalidRequest(f"timeout_s={timeout_s!r} is not a time above 0")
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequest(f"stop={params.stop!r} needs a tokenizer, and this executor has none; use stop_token_ids")
-        with self._lock:
-            if self._failure is not None or self._closed:
-                raise EngineStopped(f"the engine takes no requests any more: {self._failure or 'it was closed'}")
-            name = request_id if request_id is not None else f"r{next(self._ids)}"
-            if name in self._known:
-                raise InvalidRequest(f"request_id={name!r} is in use by another request; choose another or leave it out")
-            request = LiveRequest(
-                name, tokens, params, options, arrival_s=self.clock.now(), sequence=next(self._sequences)
-            )
-            self._known[name] = request
-            self._inbox.append(request)
+        request = self._intake.post(prompt, params or SamplingParams(), options, request_id)
         self._arrival.set()
         return Handle(self, request, self.tokenizer)
 
     def submit_group(self, prompt: Prompt, params: SamplingParams, n: int, **options: Any) -> list[Handle]:
-        """Post `n` requests of one prompt, which share its full blocks. With a seed, each has one of its own: seed, seed + 1, ..."""
+        """Post `n` requests of one prompt, which share its full blocks. With a seed, their seeds are seed, seed + 1, ..."""
         if n < 1:
             raise InvalidRequest(f"n={n!r} is not a whole number of at least 1")
-        tokens = self._tokens(prompt)
-        base = options.pop("request_id", None) or f"g{next(self._ids)}"
+        tokens = self._intake.tokens(prompt)
+        base = options.pop("request_id", None) or self._intake.new_name("g")
         seeds = [None if params.seed is None else params.seed + place for place in range(n)]
         return [
             self.submit(tokens, replace(params, seed=seed), request_id=f"{base}-{place}", group=base, **options)
@@ -185,7 +156,7 @@ class Engine:
 
     def cancel(self, request_id: str) -> None:
         """End a request at the start of the next step. Unknown and finished ids are ignored: it may just have ended."""
-        self._inbox.append(request_id)
+        self._intake.post_cancel(request_id)
         self._arrival.set()
 
     def generate(
@@ -206,42 +177,27 @@ class Engine:
         while under_way:
             yield _awaited(under_way.popleft())
 
-    def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest(f"prompt={prompt[:60]!r} is text, and this executor has no tokenizer; give token ids")
-            prompt = self.tokenizer.encode(prompt)
-        vocab_size = self.info.model.vocab_size
-        if not len(prompt):
-            raise InvalidRequest("the prompt is empty: there is nothing to continue; give at least one token")
-        for token in prompt:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-                raise InvalidRequest(f"prompt token {token!r} is not an id of the model's vocabulary (0 to {vocab_size - 1})")
-        return prompt
-
-    def _seeded(self, params: SamplingParams) -> SamplingParams:
-        if params.greedy or params.seed is not None:
-            return params
-        return replace(params, seed=self._random.getrandbits(63))
-
     # --- steps ------------------------------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Whether anything is to be done: posted, waiting or running requests, or blocks held by finished ones."""
-        return bool(self._inbox or self.books.waiting or self.books.running or self.books.held)
+        return bool(self._intake.pending or self.books.waiting or self.books.running or self.books.held)
 
     def step(self) -> float | None:
         """One step. Never sleeps: returns the clock time at which it wants to be called again, or None for the next arrival."""
         with self._step_lock:
             step = self._begin()
-            self._take_in(step)
-            self._drop_expired(step)
+            self._intake.take_in(step)
             plan = self._plan(step)
             outcome = self._execute(step, plan)
             if outcome is not None:
                 self._committer.commit(step, plan, outcome)
             return self._end(step, plan)
+
+    def advance(self, most_s: float | None = None) -> None:
+        """One step, then sleep until the next one is due, a request arrives or `most_s` seconds have passed."""
+        self._pause(self.step(), most_s)
 
     def drain(self) -> None:
         """Step until nothing is left to do, waiting where a strategy wants to wait."""
@@ -255,65 +211,6 @@ class Engine:
         self._arrival.clear()
         self.books.open_journal()
         return Step(self._number, self.clock, self.books.pool, self.books.running, self.books.waiting)
-
-    def _take_in(self, step: Step) -> None:
-        """Read the inbox: requests are accepted or refused, cancelled ones end."""
-        while self._inbox:
-            item = self._inbox.popleft()
-            if isinstance(item, str):
-                request = self._known.get(item)
-                if request is not None:
-                    self._finish(step, request, FinishReason.CANCELLED)
-            else:
-                self._accept(step, item)
-
-    def _accept(self, step: Step, request: LiveRequest) -> None:
-        if request.expires_s is not None:
-            heapq.heappush(self._expiries, (request.expires_s, request.sequence, request))
-        try:
-            answer = self._decisions.accept(request, self.books.load)
-            if isinstance(answer, Refuse):
-                raise Refused(answer.reason, answer.retry_after_s)
-            if isinstance(answer, Trim):
-                request.trim(answer.max_prompt_tokens)
-            limit = self._limit(request)
-        except (Refused, InvalidRequest) as error:
-            self._finish(step, request, FinishReason.REFUSED, error)
-        except PluginError as error:
-            self._finish(step, request, FinishReason.ERROR, error)
-        else:
-            eos = frozenset() if request.params.ignore_eos else self.info.model.eos_token_ids
-            if request.params.stop and self.tokenizer is not None:
-                request.text = TextStream(self.tokenizer, request.params.stop)
-            request.queue(limit, eos | frozenset(request.params.stop_token_ids), (request.cache_salt, *self._isolation))
-            self.books.queue(step, request)
-
-    def _limit(self, request: Request) -> int:
-        """Most tokens of prompt and output. Raises InvalidRequest when the model or the pool cannot hold what is asked for."""
-        prompt, wanted = request.prompt_length, request.params.max_tokens
-        # the last token is never computed, so it needs no place in the pool
-        in_pool = self.books.pool.num_blocks * self.books.pool.block_size + 1
-        total = prompt + (wanted or 1)
-        for most, where, way_out in (
-            (self.info.model.max_length, f"the model {self.info.model.name}", "shorten the prompt or lower max_tokens"),
-            (in_pool, "the KV pool", "shorten the prompt, lower max_tokens, or raise pool.memory or pool.num_blocks"),
-        ):
-            if total > most:
-                asked = f"max_tokens={wanted}" if wanted else "at least one output token"
-                raise InvalidRequest(
-                    f"prompt of {prompt} tokens with {asked} needs {total} tokens, and {where} holds {most}; {way_out}"
-                )
-        return total if wanted else min(self.info.model.max_length, in_pool)
-
-    def _drop_expired(self, step: Step) -> None:
-        while self._expiries and (self._expiries[0][0] <= step.now or self._expiries[0][2].phase is Phase.FINISHED):
-            request = heapq.heappop(self._expiries)[2]
-            self._finish(step, request, FinishReason.TIMEOUT)
-
-    def _finish(self, step: Step, request: LiveRequest, reason: FinishReason, error: Exception | None = None) -> None:
-        """End a request between passes, if it has not ended."""
-        if request.phase is not Phase.FINISHED:
-            self.books.finish(step, request, reason, error)
 
     def _plan(self, step: Step) -> StepPlan:
         while self._suspects:
@@ -351,7 +248,7 @@ class Engine:
             cause, error = error, ExecutionError(f"the executor failed: {type(error).__name__}: {error}")
             error.__cause__ = cause
         for request in running.values():
-            self._finish(step, request, FinishReason.ERROR, error)
+            self._intake.end(step, request, FinishReason.ERROR, error)
 
     def _end(self, step: Step, plan: StepPlan) -> float | None:
         self._committer.release_held(step)
@@ -362,8 +259,7 @@ class Engine:
         return self._next_call(step)
 
     def _forget_ended(self) -> None:
-        for request in self.books.ended:
-            self._known.pop(request.id, None)
+        self._intake.forget(self.books.ended)
         self.books.ended.clear()
         with self._changed:
             self._changed.notify_all()
@@ -387,22 +283,20 @@ class Engine:
         )
 
     def _next_call(self, step: Step) -> float | None:
-        if self._inbox or self.books.running or self._suspects:
+        if self._intake.pending or self.books.running or self._suspects:
             return step.now
         if not self.books.waiting:
             return None
-        times = [self._planner.wake_s] if self._planner.wake_s is not None else [step.now]
-        return min(times + [expiry for expiry, _, _ in self._expiries[:1]])
+        wake_s = step.now if self._planner.wake_s is None else self._planner.wake_s
+        expiry_s = self._intake.next_expiry_s
+        return wake_s if expiry_s is None else min(wake_s, expiry_s)
 
     def _fail(self, step: Step, error: Exception) -> None:
         """The engine cannot go on: every request ends with the error."""
         self._failure = error
         log.error("engine_failed", error=str(error))
-        for request in list(self._known.values()):
-            self._finish(step, request, FinishReason.ERROR, error)
-        for request in list(self.books.held.values()):
-            self.books.release(step, request)
-        self._inbox.clear()
+        self._intake.close(str(error))
+        self._intake.end_all(step, FinishReason.ERROR, error)
         self._suspects.clear()
 
     # --- waiting ----------------------------------------------------------------------------------------------------------------
@@ -458,21 +352,17 @@ class Engine:
 
     def close(self) -> None:
         """End every request that is under way, stop, and give the model back. May be called twice."""
-        with self._lock:
+        with self._changed:
             if self._closed:
                 return
             self._closed = True
+        self._intake.close("it was closed")
         self._arrival.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
         with self._step_lock:
-            step = self._step_after_failure()
-            for request in list(self._known.values()):
-                self._finish(step, request, FinishReason.CANCELLED)
-            for request in list(self.books.held.values()):
-                self.books.release(step, request)
-            self._inbox.clear()
+            self._intake.end_all(self._step_after_failure(), FinishReason.CANCELLED)
             self._hook.engine_stopped()
             self._executor.close()
         self._forget_ended()
@@ -480,9 +370,7 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def check_integrity(self) -> None:

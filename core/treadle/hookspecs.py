@@ -157,8 +157,9 @@ class Hooks:
     def allocate(self, step: Step, request: Request, num_blocks: int) -> Sequence[int] | None:
         """Choose free blocks for a request's next tokens.
 
-        Called: only when the next tokens do not fit the blocks that the request holds. When the answer is None, cached blocks are
-        evicted, a prefill chunk shrinks, finished requests' blocks are taken back, or a victim is preempted, and it is asked again.
+        Called: only when the next tokens do not fit the blocks that the request holds. When the answer is None, cached blocks
+        are evicted, a prefill chunk shrinks, finished requests' blocks are taken back, or a victim is preempted, and it is asked
+        again.
 
         Returns: ids of at least `num_blocks` free blocks (more are held in reserve), or None when there is no room.
 
@@ -188,8 +189,8 @@ class Hooks:
         With an order that lets urgent requests preempt also for a waiting request, whose victim must be of lower priority;
         `num_blocks` is then 0 when it is a place in the batch that is missing.
 
-        Returns: `Preemption(victim, mode)`, or None: then the request waits for blocks to come back. The victim may be the request
-        itself. When nobody can go on, the core preempts the last admitted request, so that the first progresses.
+        Returns: `Preemption(victim, mode)`, or None: then the request waits for blocks to come back. The victim may be the
+        request itself. When nobody can go on, the core preempts the last admitted request, so that the first progresses.
 
         Rules:
             - answers a Preemption or None
@@ -205,7 +206,7 @@ class Hooks:
         ...     @hookimpl
         ...     def preempt(self, step, request, num_blocks):
         ...         return Preemption(min(step.victims(), key=lambda r: r.num_output))
-        >>> done = play(ShortestOutputFirst(), prompts=[[1] * 30, [2] * 30], num_blocks=3, max_tokens=12)
+        >>> done = play(ShortestOutputFirst(), prompts=[[1] * 30, [2] * 30], num_blocks=4, max_tokens=12)
         >>> [c.num_preempted for c in done], [len(c.token_ids) for c in done]
         ([0, 1], [12, 12])
         """
@@ -300,8 +301,9 @@ class Hooks:
     def budget(self, step: Step) -> Budget | None:
         """How many tokens each request gets in this step.
 
-        Called: once at the start of a step's planning, and again when planning starts over because nobody could go on. The answer's `take(request, wanted)` is then asked for running requests, in
-        the order of their admission, then for waiting ones as they start.
+        Called: once at the start of a step's planning, and again when planning starts over because nobody could go on. The
+        answer's `take(request, wanted)` is then asked for running requests, in the order of their admission, then for waiting
+        ones as they start.
 
         Returns: a Budget. When nobody answers, everyone gets what it wants.
 
@@ -331,8 +333,8 @@ class Hooks:
 
         Called: when `allocate` found no room and blocks are cached.
 
-        Returns: ids of cached blocks, best `num_blocks` of them; fewer or None when that is all. Blocks that follow an evicted one
-        can no longer be found; they leave the index with it.
+        Returns: ids of cached blocks, best `num_blocks` of them; fewer or None when that is all. Blocks that follow an evicted
+        one can no longer be found; they leave the index with it.
 
         Rules:
             - answers ids of cached blocks that are not pinned, each once
@@ -345,8 +347,9 @@ class Hooks:
         ...     @hookimpl
         ...     def evict(self, step, num_blocks):
         ...         return [b for b in range(step.pool.num_blocks) if step.pool.is_cached(b)]
-        >>> [c.finish_reason.value for c in play(Everything(), prompts=[[n] * 40 for n in range(9)], num_blocks=4)] == ["length"] * 9
-        True
+        >>> done = play(Everything(), prompts=[[n] * 40 for n in range(9)], num_blocks=4)
+        >>> {c.finish_reason.value for c in done}
+        {'length'}
         """
 
     # --- decide: once, at start-up ------------------------------------------------------------------------------------------

@@ -67,6 +67,6 @@ def _renderers(json: bool) -> list[Processor]:
 
 
 def _structlog() -> ModuleType:
-    import structlog  # noqa: PLC0415  # slow to import, see above
+    import structlog  # slow to import, see above
 
     return structlog

@@ -30,6 +30,11 @@ class Work(NamedTuple):
     """How many of `tokens`, at the end, are drafted: guesses to be verified."""
     num_output: int = 0
     """Tokens that the request has generated so far: sampling honours `min_tokens` by it."""
+    prompt_logprobs: int | None = None
+    """How many top log-probabilities are wanted of the prompt tokens that this work computes; None when none are."""
+    following: int | None = None
+    """Where prompt log-probabilities are wanted: the prompt token behind the last one of this work, if there is one. Its
+    log-probability comes from this work's last row of logits."""
 
 
 class BlockCopy(NamedTuple):
@@ -72,4 +77,5 @@ class Outcome:
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """For works that asked: one entry for each of the work's new tokens."""
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
-    """For works that asked: one entry for each prompt position this work computed, except position 0."""
+    """For works that asked: one entry for each prompt token that this work computed, but the prompt's first, then one for
+    `following`."""

@@ -1,7 +1,7 @@
 """From the books to a plan: who computes how many tokens in this step, and in which blocks.
 
-Running requests come first, in the order of their admission, then waiting ones as they start. Each is matched, granted tokens, given
-blocks and indexed before the next is looked at, so that requests with a common prompt share it within the step.
+Running requests come first, in the order of their admission, then waiting ones as they start. Each is matched, granted tokens,
+given blocks and indexed before the next is looked at, so that requests with a common prompt share it within the step.
 
 A plugin that fails or breaks a rule in a question about one request ends that request; the others are planned as if it had never
 been there.
@@ -137,17 +137,19 @@ class Planner:
         start = request.num_computed
         known = request.num_tokens
         end = start + num_tokens
-        self._works.append(
-            Work(
-                request.id,
-                start,
-                request.token_ids(start, end) + drafted,
-                request.block_table,
-                request.params if end >= known else None,
-                len(drafted),
-                known - request.prompt_length,
-            )
+        work = Work(
+            request.id,
+            start,
+            request.token_ids(start, end) + drafted,
+            request.block_table,
+            request.params if end >= known else None,
+            len(drafted),
+            known - request.prompt_length,
         )
+        if request.params.prompt_logprobs is not None and start < request.prompt_length:
+            following = request.token_ids(end, end + 1) if end < request.prompt_length else ()
+            work = work._replace(prompt_logprobs=request.params.prompt_logprobs, following=next(iter(following), None))
+        self._works.append(work)
         request.mark_planned(step.number)
         if min(end, known) // self._pool.block_size > request.num_chained:
             self._books.fill(step, request, min(end, known))

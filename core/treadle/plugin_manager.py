@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import pluggy
 
@@ -57,8 +57,8 @@ class Registered:
 class PluginManager:
     """Builds the pluggy manager from resolved settings, and explains it.
 
-    Plugins are registered in the order of SLOTS, then those of `plugins`, then `extra` objects; pluggy asks the last first, so that a
-    user's plugins stand in front of the built-in strategies.
+    Plugins are registered in the order of SLOTS, then those of `plugins`, then `extra` objects; pluggy asks the last first, so
+    that a user's plugins stand in front of the built-in strategies.
     """
 
     def __init__(self, settings: Settings, extra: Iterable[object] = ()) -> None:
@@ -108,20 +108,13 @@ class PluginManager:
             why = f"the executor {self.settings.choices['execute'].offer.label} has no hook {' or '.join(slot.hooks)}"
             self.registered.append(Registered(label, choice.offer.package, choice.factory, choice, why))
             return
-        plugin = self._make(choice)
+        plugin = choice.make()
         if slot is not None and not any(_is_hookimpl(plugin, hook) for hook in slot.hooks):
             raise ConfigError(
-                f"{label} of {choice.offer.package} (from {choice.origin}) implements no hook of its slot: {', '.join(slot.hooks)}"
+                f"{label} of {choice.offer.package} (from {choice.origin}) implements no hook of its slot: "
+                + ", ".join(slot.hooks)
             )
         self._register(label, choice.offer.package, plugin, choice)
-
-    def _make(self, choice: Choice) -> object:
-        try:
-            return choice.factory() if choice.settings is None else choice.factory(choice.settings)
-        except TreadleError:
-            raise
-        except Exception as error:  # a stranger's constructor may raise anything
-            raise ConfigError(f"{choice.offer.label} cannot be made: {type(error).__name__}: {error}") from error
 
     def _register(self, name: str, package: str, plugin: object, choice: Choice | None) -> None:
         version = getattr(plugin, "treadle_hooks", HOOK_VERSION)
@@ -176,7 +169,7 @@ def _name_of(plugin: object) -> str:
 
 
 def _traits(plugin: object) -> Sequence[str]:
-    """What a plugin says of itself that others may refuse to work with. Whoever matches prefixes reuses them, unless it says not."""
+    """What a plugin says of itself that others may refuse to work with. Matching prefixes means reuse, unless it is denied."""
     default = (REUSE_TRAIT,) if _is_hookimpl(plugin, "match_prefix") else ()
     traits: Sequence[str] = getattr(plugin, "traits", default)
     return traits
@@ -190,14 +183,20 @@ def _hookimpls(plugin: object) -> list[str]:
     return [name for name in dir(plugin) if _is_hookimpl(plugin, name)]
 
 
+def _raise_named(error: Exception, plugin: str, hook: str) -> NoReturn:
+    """Raise the error as the plugin's. What start-up hooks say to the user, such as that a model is missing, stays as it is."""
+    asked_in_a_step = hasattr(Hooks, hook) and hook not in ("execute", "quantize")
+    if isinstance(error, PluginError) or (isinstance(error, TreadleError) and not asked_in_a_step):
+        raise error
+    raise PluginError(plugin, hook, f"{type(error).__name__}: {error}") from error
+
+
 def _guard_decision(function: Callable[..., Any], hook: str, plugin: str, ledger: Ledger) -> Callable[..., Any]:
     def guarded(*arguments: Any) -> Any:
         try:
             answer = function(*arguments)
-        except TreadleError:
-            raise
         except Exception as error:  # whatever a plugin raises is named as the plugin's
-            raise PluginError(plugin, hook, f"{type(error).__name__}: {error}") from error
+            _raise_named(error, plugin, hook)
         if answer is not None:
             ledger.record(hook, plugin, answer)
         return answer
@@ -209,10 +208,8 @@ def _guard_wrapper(function: Callable[..., Any], hook: str, plugin: str, ledger:
     def guarded(*arguments: Any) -> Generator[None, Any, Any]:
         try:
             answer = yield from function(*arguments)
-        except TreadleError:
-            raise
         except Exception as error:  # as above
-            raise PluginError(plugin, hook, f"{type(error).__name__}: {error}") from error
+            _raise_named(error, plugin, hook)
         if answer is not None and not ledger.has(hook, answer):
             ledger.record(hook, plugin, answer)
         return answer
@@ -228,7 +225,8 @@ def _guard_tell(function: Callable[..., Any], hook: str, plugin: str, ledger: Le
                 raise PluginContractError(plugin, hook, "returns nothing", answer)
         except Exception as error:  # the others must hear of it too; the engine looks at the ledger afterwards
             failure = error if isinstance(error, PluginError) else PluginError(plugin, hook, f"{type(error).__name__}: {error}")
-            failure.__cause__ = error if failure is not error else None
+            if failure is not error:
+                failure.__cause__ = error
             ledger.failures.append(failure)
             get_logger(__name__).error("plugin_failed", plugin=plugin, hook=hook, error=str(error))
 

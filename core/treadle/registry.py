@@ -151,7 +151,7 @@ def _offer(point: EntryPoint, package: str) -> Offer:
     source = point.value.partition("[")[0].strip()
     module, _, attribute = source.partition(":")
     extras = point.value.partition("[")[2].rstrip("] ")
-    hint = f"pip install '{package.split()[0]}[{extras}]'" if extras else f"install what {package} needs"
+    hint = f"pip install '{package.split(maxsplit=1)[0]}[{extras}]'" if extras else f"install what {package} needs"
     plain = Offer(kind, name, package, lambda: None, source)
     return replace(plain, load=lambda: _import(module, attribute, f"{point.name} of {package}", hint))
 

@@ -39,9 +39,8 @@ class SamplingParams:
     """The same for each prompt token but the first. Such a request takes no cached prefix: its logits must be computed."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+        stop: object = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_lengths()
         self._check_sampling()

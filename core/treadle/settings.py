@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from treadle.errors import ConfigError, nearest
-from treadle.registry import SLOT, SLOTS, Offer, Registry, load_object
+from treadle.errors import ConfigError, TreadleError, nearest
+from treadle.registry import SLOT, SLOTS, Offer, Registry, StrategyRegistrar, load_object
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -42,11 +42,11 @@ class BlockSettings(StrategySettings):
 class PoolSettings(StrategySettings):
     """How large the pool of KV blocks is."""
 
-    num_blocks: int | None = Field(None, ge=1)
+    num_blocks: int | None = Field(default=None, ge=1)
     """Blocks of the pool; unset means as many as `memory` holds."""
-    memory: ByteSize = Field(ByteSize(1 << 30), ge=1)
+    memory: ByteSize = Field(default=ByteSize(1 << 30), ge=1)
     """Memory for the pool, such as "2GiB"."""
-    swap_memory: ByteSize = Field(ByteSize(0), ge=0)
+    swap_memory: ByteSize = Field(default=ByteSize(0), ge=0)
     """Host memory for blocks that are swapped out."""
 
 
@@ -78,7 +78,7 @@ class Root(BaseSettings):
     """Plugins that fill no slot: names of installed ones, or `module:attribute`."""
     blocked: tuple[str, ...] = ()
     """Plugins that are not loaded, whoever names them."""
-    pool: PoolSettings = PoolSettings()
+    pool: PoolSettings = Field(default_factory=PoolSettings)
     plugin: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Settings of plugins that fill no slot, a table for each."""
     accept: dict[str, Any] = _slot_table("accept")
@@ -97,7 +97,7 @@ class Root(BaseSettings):
     @classmethod
     def settings_customise_sources(
         cls,
-        settings_cls: type[BaseSettings],
+        settings_cls: type[BaseSettings],  # noqa: ARG003  # the signature of pydantic
         init_settings: PydanticBaseSettingsSource,
         *_: PydanticBaseSettingsSource,
         **__: PydanticBaseSettingsSource,
@@ -117,6 +117,15 @@ class Choice:
     """Where the choice was made."""
     origins: Mapping[str, str] = field(default_factory=dict)
     """Where each setting that is not a default was set."""
+
+    def make(self) -> object:
+        """A new plugin. Raises ConfigError for whatever its constructor raises."""
+        try:
+            return self.factory() if self.settings is None else self.factory(self.settings)
+        except TreadleError:
+            raise
+        except Exception as error:  # a stranger's constructor may raise anything
+            raise ConfigError(f"{self.offer.label} cannot be made: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -157,7 +166,8 @@ class Layers:
             # settings of another strategy mean nothing to this one
             for name in [n for n in before if n != "strategy"]:
                 was = self.origins.pop((slot, name))
-                self.notes.append(f"{slot}.{name}={before[name]!r} (from {was}) is left out: {origin} chose {table['strategy']!r}")
+                chosen = table["strategy"]
+                self.notes.append(f"{slot}.{name}={before[name]!r} (from {was}) is left out: {origin} chose {chosen!r}")
             self.values[slot] = {}
         self._merge(self.values, slot, table, (slot,), origin)
 
@@ -181,10 +191,22 @@ def load(
     registry: Registry | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> Settings:
-    """Read and resolve the configuration: the file, then the environment, then `values`, then `overrides` ("admit.every_steps=2").
+    """Read and resolve the configuration: the file, the environment, `values`, then `overrides` ("admit.every_steps=2").
 
     Raises ConfigError that names every wrong value, where it was set and what would work. Imports the chosen strategies only.
     """
+    layers = read_layers(path, overrides, environment=environment, values=values)
+    return resolve(layers, registry or Registry.installed())
+
+
+def read_layers(
+    path: Path | str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    environment: bool = True,
+    values: Mapping[str, Any] | None = None,
+) -> Layers:
+    """Read and merge all layers, as `load` does; nothing but their syntax is checked yet."""
     layers = Layers()
     if path is None and environment:
         path = os.environ.get(CONFIG_VARIABLE)
@@ -197,7 +219,7 @@ def load(
         layers.add(values, "arguments")
     for text in overrides:
         layers.add(_parse_override(text), f"--set {text}")
-    return resolve(layers, registry or Registry.installed())
+    return layers
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -267,22 +289,39 @@ def resolve(layers: Layers, registry: Registry) -> Settings:
     except ValidationError as error:
         raise _readable(error, (), Root, layers.origins) from None
     notes = list(layers.notes)
+    plugins = _choose_plugins(root, layers, registry, notes)
+    for plugin in plugins:
+        registry = registry.with_offers(_strategies_of(plugin))
     choices = {slot.name: _choose(slot.name, slot.default, root, layers, registry) for slot in SLOTS}
-    blocked = set(root.blocked)
     for slot, choice in choices.items():
-        if choice.offer.label in blocked:
+        if choice.offer.label in root.blocked:
             raise ConfigError(f"{choice.offer.label} (from {choice.origin}) is also in `blocked`; choose another for {slot!r}")
-    plugins = []
-    for name in root.plugins:
-        if name in blocked:
-            notes.append(f"plugin {name} is blocked")
-            continue
-        plugins.append(_choose_plugin(name, root, layers, registry))
-    stray = set(root.plugin) - set(root.plugins)
+    return Settings(root, choices, plugins, dict(layers.origins), tuple(notes))
+
+
+def _choose_plugins(root: Root, layers: Layers, registry: Registry, notes: list[str]) -> tuple[Choice, ...]:
+    stray = sorted(set(root.plugin) - set(root.plugins))
     if stray:
-        name = sorted(stray)[0]
-        raise ConfigError(f"[plugin.{name}] has settings, but {name!r} is not in `plugins`; {nearest(name, root.plugins)}")
-    return Settings(root, choices, tuple(plugins), dict(layers.origins), tuple(notes))
+        raise ConfigError(
+            f"[plugin.{stray[0]}] has settings, but {stray[0]!r} is not in `plugins`; {nearest(stray[0], root.plugins)}"
+        )
+    notes += [f"plugin {name} is blocked" for name in root.plugins if name in root.blocked]
+    return tuple(_choose_plugin(name, root, layers, registry) for name in root.plugins if name not in root.blocked)
+
+
+def _strategies_of(choice: Choice) -> list[Offer]:
+    """Strategies that a plugin registers itself. It is asked on an instance of its own, before the stack is built."""
+    if not hasattr(choice.factory, "register_strategies"):
+        return []
+    registrar = StrategyRegistrar(choice.offer.package)
+    plugin: Any = choice.make()
+    try:
+        plugin.register_strategies(registrar=registrar)
+    except TreadleError:
+        raise
+    except Exception as error:  # a stranger's hook may raise anything
+        raise ConfigError(f"{choice.offer.label} failed in register_strategies: {type(error).__name__}: {error}") from error
+    return registrar.offers
 
 
 def _choose(slot: str, default: str, root: Root, layers: Layers, registry: Registry) -> Choice:

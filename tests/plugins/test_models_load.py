@@ -101,7 +101,7 @@ def test_a_model_without_a_vocabulary_has_no_tokenizer(tmp_path: Path) -> None:
 
 
 def test_nothing_is_printed_and_settings_of_transformers_stay(llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    from transformers.utils import logging  # noqa: PLC0415  # after the skips
+    from transformers.utils import logging  # after the skips
 
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
     load_from(llama)
@@ -134,9 +134,7 @@ def test_a_weight_that_is_missing_is_an_error(broken: Path) -> None:
     weights = safetensors_torch.load_file(broken / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     safetensors_torch.save_file(weights, broken / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        ModelError, match=r"no whole model: missing keys: model\.layers\.1\.mlp\.up_proj\.weight"
-    ) as caught:
+    with pytest.raises(ModelError, match=r"no whole model: missing keys: model\.layers\.1\.mlp\.up_proj\.weight") as caught:
         load_from(broken)
     assert str(broken) in str(caught.value)
 

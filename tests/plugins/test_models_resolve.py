@@ -6,13 +6,16 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from structlog.testing import capture_logs
 
 from treadle.errors import ModelError
+from treadle.logs import configure
 from treadle_plugins.models import hub as hub_module
 from treadle_plugins.models.fetch import cached_path
 from treadle_plugins.models.hub import hub_snapshot, within
@@ -135,6 +138,14 @@ def test_a_half_snapshot_is_not_taken(tmp_path: Path) -> None:
         find("org/name", hub=lambda name, offline: (folder, "hub"))
 
 
+@pytest.fixture
+def info_logged() -> Iterator[None]:
+    configure("info")
+    yield
+    structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("info_logged")
 def test_the_default_comes_from_the_hub_when_the_cache_has_none(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "snapshot")
     with capture_logs() as logs:
@@ -146,6 +157,7 @@ def test_the_default_comes_from_the_hub_when_the_cache_has_none(tmp_path: Path) 
     ]
 
 
+@pytest.mark.usefixtures("info_logged")
 def test_every_place_that_was_passed_over_is_in_the_error_and_in_the_log(tmp_path: Path) -> None:
     damaged = cached_path(tmp_path)
     damaged.parent.mkdir(parents=True)

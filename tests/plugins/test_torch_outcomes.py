@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from treadle.errors import ExecutionError
-from treadle.plan import BlockCopy, Outcome, Work
+from treadle.plan import BlockCopy, Outcome, TokenLogprobs, Work
 from treadle.sampling_params import SamplingParams
 from treadle_plugins.execution.torch_executor.testing import VOCAB_SIZE, Driver, tiny_config, tiny_executor, tiny_model
 
@@ -124,12 +124,18 @@ def test_logprobs_of_drafted_tokens(model: Any) -> None:
         assert entry.logprob == pytest.approx(float(exact[len(PROMPTS[0]) + step - 1, free[step]]), abs=1e-4)
 
 
-def test_prompt_logprobs(model: Any) -> None:
+@pytest.mark.parametrize("chunk", [None, 1, 5, 16], ids=lambda chunk: f"chunks of {chunk}")
+def test_prompt_logprobs(model: Any, chunk: int | None) -> None:
+    """However the prompt is cut up, each of its tokens but the first is told about once, in order."""
     driver = driver_of(model)
     sequence = driver.add("r", PROMPTS[0], SamplingParams(prompt_logprobs=2))
-    outcome = driver.step((driver.add("other", PROMPTS[1]), None), (sequence, None))
+    entries: list[TokenLogprobs] = []
+    while not sequence.output:
+        size = min(sequence.missing, chunk or sequence.missing)
+        outcome = driver.step((driver.add(f"other {sequence.count}", PROMPTS[1]), 7), (sequence, size))
+        assert set(outcome.prompt_logprobs) <= {1}
+        entries += outcome.prompt_logprobs.get(1, ())
     exact = model(torch.tensor([PROMPTS[0]])).logits[0].log_softmax(1)
-    entries = outcome.prompt_logprobs[1]
     assert [entry.token_id for entry in entries] == PROMPTS[0][1:]
     for position, entry in enumerate(entries, start=1):
         assert entry.logprob == pytest.approx(float(exact[position - 1, PROMPTS[0][position]]), abs=1e-4)
@@ -137,18 +143,34 @@ def test_prompt_logprobs(model: Any) -> None:
     assert not driver.step((sequence, None)).prompt_logprobs
 
 
-def test_prompt_logprobs_after_preemption_cover_the_prompt_only(model: Any) -> None:
+def test_prompt_logprobs_end_with_the_prompt(model: Any) -> None:
+    """What was generated, or is drafted, behind the prompt's end is no part of it."""
     driver = driver_of(model)
+    sequence = driver.add("r", PROMPTS[0], SamplingParams(prompt_logprobs=0))
+    outcome = driver.run(driver.work(sequence, drafted=[1, 2]))
+    assert [entry.token_id for entry in outcome.prompt_logprobs[0]] == PROMPTS[0][1:]
     tokens = tuple(PROMPTS[0] + [1, 2, 3])
-    work = Work("r", 0, tokens, (5, 6), SamplingParams(prompt_logprobs=0), num_output=3)
-    assert [entry.token_id for entry in driver.run(work).prompt_logprobs[0]] == PROMPTS[0][1:]
+    resumed = Work("r", 0, tokens, (5, 6), SamplingParams(prompt_logprobs=0), num_output=3, prompt_logprobs=0)
+    assert [entry.token_id for entry in driver.run(resumed).prompt_logprobs[0]] == PROMPTS[0][1:]
+    piece = Work("r", 0, tokens[:22], (5, 6), None, num_output=3, prompt_logprobs=0)
+    assert driver.run(piece) == Outcome(((),))
 
 
-def test_prompt_logprobs_of_half_a_prompt_are_refused(model: Any) -> None:
+def test_prompt_logprobs_beside_drafts_for_the_last_prompt_token(model: Any) -> None:
     driver = driver_of(model)
-    sequence = driver.add("r", PROMPTS[0], SamplingParams(prompt_logprobs=2))
-    driver.step((sequence, 5))
-    assert "one piece" in driver.run(driver.work(sequence)).errors[0]
+    sequence = driver.add("r", PROMPTS[0], SamplingParams(prompt_logprobs=0))
+    driver.step((sequence, len(PROMPTS[0]) - 1))
+    outcome = driver.run(driver.work(sequence, drafted=[1, 2]))
+    assert outcome.tokens[0]
+    assert not outcome.prompt_logprobs
+
+
+def test_a_following_token_that_the_model_does_not_know(model: Any) -> None:
+    driver = driver_of(model)
+    sequence = driver.add("r", [1, 2, VOCAB_SIZE, 4], SamplingParams(prompt_logprobs=0))
+    outcome = driver.run(driver.work(sequence, 2), driver.work(driver.add("other", PROMPTS[1])))
+    assert list(outcome.errors) == [0]
+    assert outcome.tokens[1] == run_three(driver_of(model)).tokens[1]
 
 
 def test_swapped_blocks_come_back_bit_for_bit(model: Any) -> None:

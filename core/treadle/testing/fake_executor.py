@@ -1,7 +1,7 @@
 """A fake executor: no model, but a pool of real keys and values that it reads and writes as an attention would.
 
-The KV of a token is the token itself and its position. The next token is a checksum of all that is read through the block table, so
-that a wrong block, a stale block or a missing write shows as a wrong token or an error. It needs nothing but the standard library.
+The KV of a token is the token itself and its position. The next token is a checksum of all that is read through the block table,
+so that a wrong block, a stale block or a missing write shows as a wrong token or an error. It needs the standard library only.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
+from treadle.clocks import VirtualClock
 from treadle.contracts import Clock, ModelInfo, PoolSize, PoolSpec, Tokenizer
 from treadle.hookspecs import hookimpl
 from treadle.plan import BlockCopy, Outcome, StepPlan, Work
 from treadle.sampling_params import SamplingParams
-from treadle.clocks import VirtualClock
 
 
 class FakeExecutor:

@@ -1,9 +1,9 @@
 """What all order strategies share: waiting requests, sorted by a key that is fixed when they arrive.
 
-A key that does not change while a request waits is what makes aging cheap. If a request's claim grows by one for every second that it
-waits, then claims grow alike for all, and only `arrival - head start` ever decides between two of them. So the queue is a heap that
-is never re-sorted, and the bound on waiting is plain: nobody is overtaken by a request that arrived later than the largest
-difference of head starts after it.
+A key that does not change while a request waits is what makes aging cheap. If a request's claim grows by one for every second
+that it waits, then claims grow alike for all, and only `arrival - head start` ever decides between two of them. So the queue is a
+heap that is never re-sorted, and the bound on waiting is plain: nobody is overtaken by a request that arrived later than the
+largest difference of head starts after it.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class CoalescingSettings(BlockSettings):
     """Blocks, and how far ahead they are reserved."""
 
     run_blocks: int = Field(1, ge=1)
-    """Blocks that a request gets at a time, if a run of that length is free: longer runs mean fewer fragments and more reserve."""
+    """Blocks that a request gets at a time, if a run of that length is free: longer runs, fewer fragments, more reserve."""
 
 
 class Coalescing:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 from treadle import BlockSettings, EngineInfo, Request, Step, hookimpl
@@ -20,7 +21,9 @@ class Contiguous:
     """One run of neighbours for each request, large enough for its longest answer."""
 
     Settings = ContiguousSettings
-    refuses = {"prefix_reuse": "shared blocks are scattered, and contiguous allocation wants one run; set prefix.strategy to 'none'"}
+    refuses: Mapping[str, str] = MappingProxyType(
+        {"prefix_reuse": "shared blocks are scattered, and contiguous allocation wants one run; set prefix.strategy to 'none'"}
+    )
 
     def __init__(self, settings: ContiguousSettings) -> None:
         self._reserve = settings.reserve

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 class Extents:
     """Runs of free blocks: `start -> length`, with an index by end to merge and one by length to choose.
 
-        blocks   0 1 2 3 4 5 6 7 8 9
-        free     . x x . . x x x x .          runs  {1: 2, 5: 4}
-        freeing 3 and 4 joins them:           runs  {1: 8}
+    blocks   0 1 2 3 4 5 6 7 8 9
+    free     . x x . . x x x x .          runs  {1: 2, 5: 4}
+    freeing 3 and 4 joins them:           runs  {1: 8}
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -16,7 +16,7 @@ class Paged:
 
     Settings = BlockSettings
 
-    def __init__(self, settings: BlockSettings) -> None:
+    def __init__(self, settings: BlockSettings) -> None:  # noqa: ARG002  # the core reads the block size
         self._free: dict[int, None] = {}
 
     @hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from treadle import Request, hookimpl
+from treadle import hookimpl
 from treadle_plugins.eviction.ranked import RankedEviction
 
 
@@ -21,7 +21,7 @@ class Lfu(RankedEviction):
         return self._uses[block_id]
 
     @hookimpl
-    def prefix_matched(self, request: Request, block_ids: Sequence[int]) -> None:
+    def prefix_matched(self, block_ids: Sequence[int]) -> None:
         """One more use of each."""
         self._uses.update(block_ids)
 

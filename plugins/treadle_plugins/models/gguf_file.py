@@ -11,17 +11,18 @@ from typing import Any
 
 import gguf
 import numpy as np
-import structlog
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 from transformers import modeling_gguf_pytorch_utils as loader
+
+from treadle.logs import get_logger
 
 _DIGITS_ALONE = ("smollm",)
 """Values of `tokenizer.ggml.pre` whose rule to split digits one by one transformers drops."""
 _KEPT_WHOLE = ("default", "gpt-2", "llama-bpe", "llama3", "qwen2", "qwen35")
 """Values whose rules transformers is known to keep."""
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 class PlainReader(gguf.GGUFReader):  # type: ignore[misc]  # gguf is not typed

@@ -32,7 +32,7 @@ def hub_snapshot(name: str, offline: bool) -> tuple[Path, str]:
     behind may lack some. That question takes at most `PROBE_S` seconds without network.
     """
     try:
-        from huggingface_hub import constants, snapshot_download  # noqa: PLC0415  # 0.2 s that other models need not pay
+        from huggingface_hub import constants, snapshot_download  # 0.2 s that other models need not pay
     except ImportError as error:
         raise ModelError(f"huggingface_hub is not installed ({error})") from error
     silence = "offline was asked for" if offline else "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
@@ -54,7 +54,7 @@ def hub_snapshot(name: str, offline: bool) -> tuple[Path, str]:
 
 def _why_unreachable(name: str) -> str:
     """Why the hub cannot be asked about `name`; empty when it can. Raises ModelError when the hub says no."""
-    from huggingface_hub import HfApi, errors  # noqa: PLC0415  # as above
+    from huggingface_hub import HfApi, errors  # as above
 
     try:
         within(PROBE_S, lambda: HfApi().model_info(name, timeout=PROBE_S))

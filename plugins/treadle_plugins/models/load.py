@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import structlog
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from treadle.contracts import ModelInfo
 from treadle.errors import ModelError, TreadleError
+from treadle.logs import get_logger
 from treadle_plugins.models import gguf_file
 from treadle_plugins.models.check import CONFIG, check, weights_digest
 from treadle_plugins.models.source import ModelSource
@@ -34,7 +34,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len
 _LENGTH_WITHOUT_LIMIT = 2048
 _ONE_AT_A_TIME = threading.Lock()  # quiet() and read_once() change other libraries' globals and put them back
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,7 @@ class LoadedModel:
     info: ModelInfo
 
 
-def load(
-    source: ModelSource, dtype: torch.dtype, device: str = "cpu", attn_implementation: str = "treadle"
-) -> LoadedModel:
+def load(source: ModelSource, dtype: torch.dtype, device: str = "cpu", attn_implementation: str = "treadle") -> LoadedModel:
     """Load `source` in the precision `dtype` onto `device`.
 
     `attn_implementation` must be known to transformers when this is called. Code that a model brings is never run.

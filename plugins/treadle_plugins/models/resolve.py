@@ -7,9 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import structlog
-
 from treadle.errors import ModelError, nearest
+from treadle.logs import get_logger
 from treadle_plugins.models.check import CONFIG, check_directory, check_gguf
 from treadle_plugins.models.fetch import (
     REQUIREMENT,
@@ -28,7 +27,7 @@ _WORKS = (
     f"{DEFAULT_HUB_NAME!r}, or the default {DEFAULT_NAME!r}"
 )
 
-log = structlog.get_logger(__name__)
+log = get_logger(__name__)
 
 
 def resolve(

@@ -20,8 +20,7 @@ class HFTokenizer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ModelError(
-                f"the model's tokenizer, {type(tokenizer).__name__}, has no fast form; "
-                "save it as tokenizer.json and try again"
+                f"the model's tokenizer, {type(tokenizer).__name__}, has no fast form; save it as tokenizer.json and try again"
             )
         self.tokenizer = tokenizer
         self._backend: Any = tokenizer.backend_tokenizer

@@ -2,8 +2,9 @@
 
     key 0 = hash(isolation key, tokens of block 0)      key 1 = hash(key 0, tokens of block 1)      ...
 
-A key stands for the whole prefix up to its block. Since blocks that follow an evicted one leave the index with it, a key that is known
-means that all keys before it are known, so the longest match is found by bisection. Hashes may collide: the core compares tokens.
+A key stands for the whole prefix up to its block. Since blocks that follow an evicted one leave the index with it, a key that is
+known means that all keys before it are known, so the longest match is found by bisection. Hashes may collide: the core compares
+tokens.
 """
 
 from __future__ import annotations

@@ -38,9 +38,7 @@ def check_positions(model: PreTrainedModel, info: ModelInfo) -> None:
             )
 
 
-def spec_of(
-    facts: Mapping[int, LayerFacts], info: ModelInfo, block_size: int, kv_format: KVFormat, device: str
-) -> AttentionSpec:
+def spec_of(facts: Mapping[int, LayerFacts], info: ModelInfo, block_size: int, kv_format: KVFormat, device: str) -> AttentionSpec:
     """What the layers' facts ask of an attention backend."""
     first = facts[0]
     windows = [fact.how.window for fact in facts.values() if fact.how.window is not None]

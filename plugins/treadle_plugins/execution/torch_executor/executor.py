@@ -189,9 +189,7 @@ class TorchExecutor:
         backend.allocate(num_blocks)
         self._limits = self._limits._replace(num_blocks=num_blocks, block_size=spec.block_size)
         dtype = self._context.facts[0].dtype
-        checks.check_packing(
-            lambda works: self._forward(works, lay_out_rows(works)), self._info, spec.block_size, dtype
-        )
+        checks.check_packing(lambda works: self._forward(works, lay_out_rows(works)), self._info, spec.block_size, dtype)
 
     def _allocate(self, backend: AttentionBackend, num_blocks: int, num_swap_blocks: int, block_bytes: int) -> None:
         try:
@@ -217,6 +215,4 @@ def build(
     """An executor over a loaded model, which it takes over. `prepare_model` may change the model in place first."""
     if prepare_model is not None:
         prepare_model(model)
-    return TorchExecutor(
-        model, info, tokenizer, choose_attention=choose_attention, clock=clock, process_logits=process_logits
-    )
+    return TorchExecutor(model, info, tokenizer, choose_attention=choose_attention, clock=clock, process_logits=process_logits)

@@ -25,9 +25,7 @@ def connect(model: PreTrainedModel, context: ForwardContext) -> None:
     except ValueError as error:
         raise ModelError(f"{kind} cannot take another attention: {error}") from error
     if model.config._attn_implementation != IMPLEMENTATION:
-        raise ModelError(
-            f"{kind} does not use transformers' attention interface, nor does Treadle know how to replace it"
-        )
+        raise ModelError(f"{kind} does not use transformers' attention interface, nor does Treadle know how to replace it")
 
 
 def needs_positions(model: PreTrainedModel) -> bool:

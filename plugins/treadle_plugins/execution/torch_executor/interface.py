@@ -75,9 +75,7 @@ class ForwardContext:
             raise ModelError(f"layer {layer} attends twice in one pass: not supported")
         if keys.shape != values.shape or queries.shape[3] != keys.shape[3] or queries.shape[2] != keys.shape[2]:
             shapes = f"queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
-            raise ModelError(
-                f"layer {layer} attends with {shapes}: one key and value of a query's size for each is needed"
-            )
+            raise ModelError(f"layer {layer} attends with {shapes}: one key and value of a query's size for each is needed")
         self.facts[layer] = facts
         return values.repeat_interleave(facts.num_heads // facts.num_kv_heads, dim=1).transpose(1, 2)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 
 from treadle.plan import Outcome, TokenLogprobs, Work
+from treadle.sampling_params import SamplingParams
 from treadle_plugins.execution.torch_executor.packing import WorkRows
 from treadle_plugins.sampling.sampler import Row, sample, token_logprobs
 
@@ -24,12 +25,12 @@ def conclude(
     eos_token_ids: Collection[int],
 ) -> Outcome:
     """Sample from `logits` [rows, vocabulary] in float32, laid out as `rows` say, and verify drafted tokens."""
-    num_sampled = sum(row.count for row in rows)
-    raw = logits[:num_sampled]
-    chosen = sample(_processed(raw, rows, process), _sampler_rows(rows), eos_token_ids)
+    sampled = [row for row in rows if row.count]
+    raw = logits[: sum(row.count for row in sampled)]
+    chosen = sample(_processed(raw, sampled, process), _sampler_rows(sampled), eos_token_ids)
     errors = dict(faults)
     tokens: list[tuple[int, ...]] = [()] * len(works)
-    for row in rows:
+    for row in sampled:
         accepted = _verify(row.work, chosen[row.first : row.first + row.count])
         if row.index in errors:
             continue
@@ -45,14 +46,14 @@ def _processed(raw: torch.Tensor, rows: Sequence[WorkRows], process: ProcessLogi
     """`raw` after the hooks; a copy where log-probabilities of the model's own are asked for too."""
     if process is None or not rows:
         return raw
-    logits = raw.clone() if any(row.sampling.logprobs is not None for row in rows) else raw
+    logits = raw.clone() if any(_params(row).logprobs is not None for row in rows) else raw
     process(logits, [row.work for row in rows for _ in range(row.count)])
     return logits
 
 
 def _sampler_rows(rows: Sequence[WorkRows]) -> list[Row]:
     return [
-        Row(row.sampling, row.work.start + len(row.work.tokens) - row.count + 1 + step, row.work.num_output + step)
+        Row(_params(row), row.work.start + len(row.work.tokens) - row.count + 1 + step, row.work.num_output + step)
         for row in rows
         for step in range(row.count)
     ]
@@ -75,20 +76,28 @@ def _logprobs(
     rows: Sequence[WorkRows], tokens: Sequence[tuple[int, ...]], raw: torch.Tensor
 ) -> dict[int, tuple[TokenLogprobs, ...]]:
     """For works that asked: one entry for each of the tokens that hold."""
-    asking = [row for row in rows if row.sampling.logprobs is not None]
+    asking = [row for row in rows if row.count and _params(row).logprobs is not None]
     picked = [row.first + step for row in asking for step in range(len(tokens[row.index]))]
     token_ids = [token for row in asking for token in tokens[row.index]]
-    num_top = [row.sampling.logprobs or 0 for row in asking for _ in tokens[row.index]]
+    num_top = [_params(row).logprobs or 0 for row in asking for _ in tokens[row.index]]
     entries = iter(token_logprobs(raw[picked], token_ids, num_top))
     return {row.index: tuple(next(entries) for _ in tokens[row.index]) for row in asking}
 
 
 def _prompt_logprobs(rows: Sequence[WorkRows], logits: torch.Tensor) -> dict[int, tuple[TokenLogprobs, ...]]:
-    """For works that asked: one entry for each prompt token that this work computed, but the first of the prompt."""
+    """For works that asked: one entry for each of their prompt tokens but the prompt's first, then for the next one."""
     found = {}
     for row in rows:
-        if row.sampling.prompt_logprobs is not None and row.prompt_count:
+        if row.prompt_count:
+            work = row.work
+            known = work.tokens if work.following is None else (*work.tokens, work.following)
+            targets = known[1 : row.prompt_count + 1]
             part = logits[row.prompt_first : row.prompt_first + row.prompt_count]
-            targets = row.work.tokens[1 : row.prompt_count + 1]
-            found[row.index] = tuple(token_logprobs(part, targets, [row.sampling.prompt_logprobs] * len(targets)))
+            found[row.index] = tuple(token_logprobs(part, targets, [work.prompt_logprobs or 0] * len(targets)))
     return found
+
+
+def _params(row: WorkRows) -> SamplingParams:
+    params = row.work.sampling
+    assert params is not None, "a work with rows to sample has parameters"
+    return params

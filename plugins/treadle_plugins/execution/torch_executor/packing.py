@@ -11,7 +11,6 @@ import torch
 
 from treadle.errors import ExecutionError
 from treadle.plan import Work
-from treadle.sampling_params import SamplingParams
 from treadle_plugins.attention.batch import PackedBatch, ragged_arange
 
 
@@ -26,15 +25,15 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkRows:
-    """Which rows of logits belong to one work that samples.
+    """Which rows of logits belong to one work that asks for any.
 
-    Rows of all works' sampled positions come first: here `first` to `first + count`. Then those that prompt tokens are
-    read off: `prompt_first` to `prompt_first + prompt_count`; row `i` of these tells about the work's token `i + 1`.
+    Rows of all works' sampled positions come first: here `first` to `first + count`, none when the work samples nothing.
+    Then those that prompt tokens are read off: `prompt_first` to `prompt_first + prompt_count`; row `i` of these tells
+    about the work's token `i + 1`, or about the one that follows the work.
     """
 
     index: int
     work: Work
-    sampling: SamplingParams
     first: int
     count: int
     prompt_first: int
@@ -50,29 +49,25 @@ def faults(works: Sequence[Work], limits: Limits) -> dict[int, str]:
     for index, work in enumerate(works):
         end = work.start + len(work.tokens)
         _check(work, end, limits)
-        low, high = min(work.tokens), max(work.tokens)
+        tokens = work.tokens if work.following is None else (*work.tokens, work.following)
+        low, high = min(tokens), max(tokens)
         if low < 0 or high >= limits.vocab_size:
             wrong = low if low < 0 else high
             found[index] = f"token id {wrong} is not among the model's {limits.vocab_size} tokens"
         elif end > limits.max_length:
             found[index] = f"position {end - 1} lies beyond the model's length of {limits.max_length} tokens"
-        elif _misses_prompt_rows(work):
-            found[index] = (
-                "prompt_logprobs need the prompt computed in one piece, but this piece of it starts at position "
-                f"{work.start}"
-            )
     return found
 
 
 def lay_out_rows(works: Sequence[Work]) -> list[WorkRows]:
     """The rows of logits that each work needs."""
-    asking = [(index, work, work.sampling) for index, work in enumerate(works) if work.sampling is not None]
-    counts = [work.num_drafted + 1 for _, work, _ in asking]
-    prompt_counts = [_num_prompt_rows(work, sampling) for _, work, sampling in asking]
+    counts = [0 if work.sampling is None else work.num_drafted + 1 for work in works]
+    prompt_counts = [_num_prompt_rows(work) for work in works]
     firsts = accumulate(counts, initial=0)
     prompt_firsts = accumulate(prompt_counts, initial=sum(counts))
-    spans = zip(asking, firsts, counts, prompt_firsts, prompt_counts, strict=False)  # accumulate ends with the total
-    return [WorkRows(*ask, first, count, prompt_first, num) for ask, first, count, prompt_first, num in spans]
+    spans = zip(works, firsts, counts, prompt_firsts, prompt_counts, strict=False)  # accumulate ends with the total
+    laid_out = [WorkRows(index, *span) for index, span in enumerate(spans)]
+    return [rows for rows in laid_out if rows.count or rows.prompt_count]
 
 
 def pack(works: Sequence[Work], rows: Sequence[WorkRows], limits: Limits, device: torch.device) -> PackedBatch:
@@ -124,19 +119,16 @@ def _check(work: Work, end: int, limits: Limits) -> None:
         raise ExecutionError(f"request {work.request_id!r}: block table {table} names blocks outside 0..{most}")
 
 
-def _prompt_length(work: Work) -> int:
-    return work.start + len(work.tokens) - work.num_drafted - work.num_output
-
-
-def _misses_prompt_rows(work: Work) -> bool:
-    asked = work.sampling is not None and work.sampling.prompt_logprobs is not None
-    return asked and 0 < work.start < _prompt_length(work)
-
-
-def _num_prompt_rows(work: Work, sampling: SamplingParams) -> int:
-    if sampling.prompt_logprobs is None:
+def _num_prompt_rows(work: Work) -> int:
+    """Rows that tell about prompt tokens: those of the work but its first, and the one that follows it."""
+    if work.prompt_logprobs is None:
         return 0
-    return max(0, _prompt_length(work) - work.start - 1)
+    if work.following is not None:
+        return len(work.tokens)
+    if work.sampling is None:
+        return 0  # it ends among tokens that were generated, before which the whole prompt was computed and told
+    prompt_end = work.start + len(work.tokens) - work.num_drafted - work.num_output
+    return max(0, prompt_end - work.start - 1)
 
 
 def _logit_rows(rows: Sequence[WorkRows], bounds: Sequence[int]) -> torch.Tensor:

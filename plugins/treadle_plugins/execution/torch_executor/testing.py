@@ -43,9 +43,7 @@ _LLAMA: dict[str, Any] = _GPT | {
 def tiny_config(family: str, **changes: Any) -> Any:
     """Configuration of a model with three layers and four heads of 16, two KV heads where the family allows it."""
     if family == "gpt2":
-        return transformers.GPT2Config(
-            **(_GPT | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256} | changes)
-        )
+        return transformers.GPT2Config(**(_GPT | {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256} | changes))
     if family == "bloom":
         return transformers.BloomConfig(**(_GPT | {"hidden_size": 64, "n_layer": 3, "n_head": 4} | changes))
     kinds = {
@@ -140,9 +138,7 @@ class Running:
 class Driver:
     """Feeds an executor plans made by hand. Blocks are handed out in a scattered order, over a poisoned pool."""
 
-    def __init__(
-        self, executor: TorchExecutor, block_size: int = 16, num_blocks: int = 64, swap_bytes: int = 0
-    ) -> None:
+    def __init__(self, executor: TorchExecutor, block_size: int = 16, num_blocks: int = 64, swap_bytes: int = 0) -> None:
         self.executor = executor
         self.block_size = block_size
         self.size = executor.open_pool(PoolSpec(block_size, KVFormat(), num_blocks, 0, swap_bytes))
@@ -166,11 +162,21 @@ class Driver:
         most = sequence.missing if num_tokens is None else num_tokens
         tokens = sequence.tokens[sequence.count : sequence.count + most] + list(drafted)
         self._grow(sequence, sequence.count + len(tokens))
-        sampling = sequence.sampling if most == sequence.missing else None
-        num_output = len(sequence.output)
-        return Work(
-            sequence.name, sequence.count, tuple(tokens), tuple(sequence.table), sampling, len(drafted), num_output
+        end = sequence.count + most
+        work = Work(
+            sequence.name,
+            sequence.count,
+            tuple(tokens),
+            tuple(sequence.table),
+            sequence.sampling if end == len(sequence.tokens) else None,
+            len(drafted),
+            len(sequence.output),
         )
+        wanted = sequence.sampling.prompt_logprobs
+        if wanted is None or sequence.count >= sequence.num_prompt:
+            return work
+        following = sequence.tokens[end] if end < sequence.num_prompt else None
+        return work._replace(prompt_logprobs=wanted, following=following)
 
     def run(self, *works: Work, swap_out: Sequence[BlockCopy] = (), swap_in: Sequence[BlockCopy] = ()) -> Outcome:
         """One pass."""

@@ -1,0 +1,1 @@
+"""Measurements: what the core itself costs, and what a policy does to latency and throughput."""

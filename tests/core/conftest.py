@@ -1,0 +1,109 @@
+"""What the tests of the core share: engines with the fake executor, and the truth to compare their tokens with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from treadle import Completion, Engine, FinishReason, Handle, SamplingParams, hookimpl
+from treadle.hookspecs import Hooks
+from treadle.registry import Registry
+from treadle.testing import FakeExecutor, drain_checked, expected_tokens, make_engine
+
+Build = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session")
+def registry() -> Registry:
+    """What is installed, read once: reading entry points takes longer than most tests."""
+    return Registry.installed()
+
+
+@pytest.fixture
+def build(registry: Registry) -> Iterator[Build]:
+    """Make engines as `make_engine` does; they are proved and closed when the test is over."""
+    engines: list[Engine] = []
+
+    def make(*plugins: object, **options: Any) -> Engine:
+        engines.append(make_engine(*plugins, **{"registry": registry, **options}))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+        engine.check_integrity()
+        assert engine.books.pool.num_used == 0
+
+
+@pytest.fixture
+def truth() -> Callable[[Handle], tuple[int, ...]]:
+    """What a request must generate: computed from its prompt without pool, cache or batch."""
+
+    def compute(handle: Handle) -> tuple[int, ...]:
+        request, engine = handle.request, handle._engine
+        return expected_tokens(request.token_ids(0, request.prompt_length), request.params, engine.info.model)
+
+    return compute
+
+
+@pytest.fixture
+def assert_right(truth: Callable[[Handle], tuple[int, ...]]) -> Callable[[Sequence[Handle]], list[Completion]]:
+    """Each of these requests came to its natural end with the right tokens."""
+
+    def check(handles: Sequence[Handle]) -> list[Completion]:
+        done = [handle.result(60) for handle in handles]
+        for handle, completion in zip(handles, done, strict=True):
+            assert completion.error is None, f"{handle.id}: {completion.error!r}"
+            assert completion.finish_reason in (FinishReason.LENGTH, FinishReason.STOP), handle.id
+            assert completion.token_ids == truth(handle), handle.id
+        return done
+
+    return check
+
+
+@pytest.fixture
+def serve(
+    build: Build, assert_right: Callable[[Sequence[Handle]], list[Completion]]
+) -> Callable[..., list[Completion]]:
+    """Serve prompts together, prove the books after each step, and check every token."""
+
+    def run(*plugins: object, prompts: Sequence[Sequence[int]], max_tokens: int = 4, **options: Any) -> list[Completion]:
+        engine = build(*plugins, **options)
+        handles = [engine.submit(prompt, SamplingParams(max_tokens=max_tokens)) for prompt in prompts]
+        drain_checked(engine)
+        return assert_right(handles)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def plugin_with() -> Callable[..., object]:
+    """Make a plugin of one hook: `plugin_with("admit", lambda step, request: ...)`. A wrapper's function gets `answer` as well."""
+
+    def make(hook: str, function: Callable[..., Any], *, name: str = "culprit", wrapper: bool = False) -> object:
+        names = list(inspect.signature(getattr(Hooks, hook)).parameters)[1:]
+
+        def plain(self: object, *values: Any) -> Any:
+            return function(**dict(zip(names, values, strict=True)))
+
+        def wrapped(self: object, *values: Any) -> Any:
+            answer = yield
+            return function(answer=answer, **dict(zip(names, values, strict=True)))
+
+        method: Any = wrapped if wrapper else plain
+        method.__signature__ = inspect.Signature(
+            [inspect.Parameter(arg, inspect.Parameter.POSITIONAL_OR_KEYWORD) for arg in ("self", *names)]
+        )
+        method.__name__ = hook
+        return type("Culprit", (), {hook: hookimpl(wrapper=wrapper)(method), "name": name})()
+
+    return make
+
+
+@pytest.fixture
+def executor() -> FakeExecutor:
+    """A fake executor with its plans on record."""
+    return FakeExecutor()
