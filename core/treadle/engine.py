@@ -207,6 +207,8 @@ class Engine:
     def _begin(self) -> Step:
         if self._failure is not None:
             raise EngineStopped(f"the engine failed: {self._failure}") from self._failure
+        if self._closed:
+            raise EngineStopped("the engine was closed")
         self._number += 1
         self._arrival.clear()
         self.books.open_journal()
@@ -339,6 +341,8 @@ class Engine:
                     self._arrival.wait()
                 else:
                     self._pause(until_s)
+        except EngineStopped:
+            pass  # closed between two steps
         except BaseException as error:
             log.error("stepping_stopped", error=f"{type(error).__name__}: {error}")
             if self._failure is None:

@@ -44,6 +44,7 @@ class Planner:
         self._budget: Budget = Unlimited()
         self._asked: LiveRequest | None = None
         self._granted_any = False
+        self._lacked_room = False
         self.wake_s: float | None = None
         """When a waiting request may start, by the last plan."""
 
@@ -54,7 +55,8 @@ class Planner:
             for request in list(self._books.running.values()):
                 if request.phase is Phase.RUNNING:
                     self._for_one(step, request, self._continue)
-            if self._books.waiting:
+            # who runs comes first: nobody starts in a step in which a running request lacked room
+            if self._books.waiting and not self._lacked_room:
                 self._admit_waiting(step)
             if not self._works and self._books.running:
                 self._break_stall(step)
@@ -70,6 +72,7 @@ class Planner:
         self._works = []
         self._asked = None
         self._granted_any = False
+        self._lacked_room = False
         self.wake_s = None
         try:
             self._budget = self._decisions.budget(step)
@@ -198,6 +201,7 @@ class Planner:
         """Free blocks at somebody's cost. False when nobody gives way, or the request itself did."""
         books = self._books
         runs = request.phase is Phase.RUNNING
+        self._lacked_room = self._lacked_room or runs
         if books.held and (runs or not books.running):
             for finished in list(books.held.values()):
                 books.release(step, finished)

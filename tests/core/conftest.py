@@ -65,9 +65,7 @@ def assert_right(truth: Callable[[Handle], tuple[int, ...]]) -> Callable[[Sequen
 
 
 @pytest.fixture
-def serve(
-    build: Build, assert_right: Callable[[Sequence[Handle]], list[Completion]]
-) -> Callable[..., list[Completion]]:
+def serve(build: Build, assert_right: Callable[[Sequence[Handle]], list[Completion]]) -> Callable[..., list[Completion]]:
     """Serve prompts together, prove the books after each step, and check every token."""
 
     def run(*plugins: object, prompts: Sequence[Sequence[int]], max_tokens: int = 4, **options: Any) -> list[Completion]:
@@ -85,20 +83,13 @@ def plugin_with() -> Callable[..., object]:
 
     def make(hook: str, function: Callable[..., Any], *, name: str = "culprit", wrapper: bool = False) -> object:
         names = list(inspect.signature(getattr(Hooks, hook)).parameters)[1:]
-
-        def plain(self: object, *values: Any) -> Any:
-            return function(**dict(zip(names, values, strict=True)))
-
-        def wrapped(self: object, *values: Any) -> Any:
-            answer = yield
-            return function(answer=answer, **dict(zip(names, values, strict=True)))
-
-        method: Any = wrapped if wrapper else plain
-        method.__signature__ = inspect.Signature(
-            [inspect.Parameter(arg, inspect.Parameter.POSITIONAL_OR_KEYWORD) for arg in ("self", *names)]
-        )
-        method.__name__ = hook
-        return type("Culprit", (), {hook: hookimpl(wrapper=wrapper)(method), "name": name})()
+        given = ", ".join(f"{arg}={arg}" for arg in names)
+        if wrapper:
+            given = f"answer=(yield), {given}"
+        scope: dict[str, Any] = {"function": function}
+        # pluggy reads the names of arguments from the code itself
+        exec(f"def {hook}({', '.join(['self', *names])}): return function({given})", scope)  # noqa: S102  # see above
+        return type("Culprit", (), {hook: hookimpl(wrapper=wrapper)(scope[hook]), "name": name})()
 
     return make
 

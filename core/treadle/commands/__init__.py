@@ -1,0 +1,1 @@
+"""The built-in commands: each an entry point, as those of any other package are."""

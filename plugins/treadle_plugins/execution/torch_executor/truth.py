@@ -1,0 +1,127 @@
+"""For tests of whole engines: what transformers itself answers, and plugins that watch what an engine does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from treadle import PreemptionMode, Request, hookimpl
+from treadle.plan import Work
+from treadle_plugins.execution.torch_executor.testing import tiny_config, tiny_model
+from treadle_plugins.models import load as loading
+
+
+class Truth(NamedTuple):
+    """Greedy tokens of transformers' own `generate`, and the smallest gap of the two best logits on the way."""
+
+    tokens: tuple[int, ...]
+    gap: float
+
+
+def truth_of(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, eos_token_ids: Sequence[int] = ()) -> Truth:
+    """Continue `prompt`, alone and in one piece, by up to `num_tokens` tokens; the token that ends it is the last."""
+    ids = torch.tensor([list(prompt)], device=model.device)
+    out: Any = model.generate(  # type: ignore[operator]  # transformers mixes it in
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=list(eos_token_ids) or None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack([logits[0] for logits in out.logits]).float().topk(2, dim=1).values
+    return Truth(tuple(out.sequences[0, len(prompt) :].tolist()), float((best[:, 0] - best[:, 1]).min()))
+
+
+def save_tiny(family: str, folder: Path, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Write a tiny random model of `family` to `folder`, as users have theirs, and return it for comparison."""
+    model = tiny_model(tiny_config(family, **changes), seed=seed)
+    model.save_pretrained(folder)
+    return model
+
+
+class Shelf:
+    """Loaded models, kept for tests that make one engine after another."""
+
+    def __init__(self) -> None:
+        self._kept: dict[object, loading.LoadedModel] = {}
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within the block, an executor that loads a model which was loaded before gets a copy."""
+        original = loading.load
+
+        def load(*choice: Any) -> loading.LoadedModel:
+            if choice not in self._kept:
+                self._kept[choice] = original(*choice)
+            return replace(self._kept[choice], model=copy.deepcopy(self._kept[choice].model))
+
+        loading.load = load
+        try:
+            yield
+        finally:
+            loading.load = original
+
+
+class LogitsRecorder:
+    """A plugin that keeps the logits from which each token of each request was chosen."""
+
+    name = "logits_recorder"
+
+    def __init__(self) -> None:
+        self._rows: dict[str, dict[int, torch.Tensor]] = {}
+
+    @hookimpl
+    def process_logits(self, logits: torch.Tensor, works: Sequence[Work]) -> None:
+        """Keep a copy; nothing is changed."""
+        for row, work in zip(logits, works, strict=True):
+            self._rows.setdefault(work.request_id, {})[work.start + len(work.tokens)] = row.clone()
+
+    def of(self, request_id: str) -> torch.Tensor:
+        """[tokens, vocabulary], in order of position; of a position that was computed twice the last."""
+        rows = self._rows[request_id]
+        return torch.stack([rows[position] for position in sorted(rows)])
+
+
+class Watch:
+    """A plugin that counts what shows that a test met what it is about."""
+
+    name = "watch"
+
+    def __init__(self) -> None:
+        self.num_preempted = 0
+        self.num_swapped = 0
+        self.num_evicted = 0
+        self.matched: dict[str, list[int]] = {}
+        """For each request, the tokens of each match."""
+
+    @property
+    def num_reused(self) -> int:
+        """Tokens found in the cache, over all requests."""
+        return sum(sum(matches) for matches in self.matched.values())
+
+    @hookimpl
+    def request_preempted(self, mode: PreemptionMode) -> None:
+        """Count it, by what became of its KV."""
+        self.num_preempted += 1
+        self.num_swapped += mode is PreemptionMode.SWAP
+
+    @hookimpl
+    def blocks_evicted(self, block_ids: Sequence[int]) -> None:
+        """Count them."""
+        self.num_evicted += len(block_ids)
+
+    @hookimpl
+    def prefix_matched(self, request: Request, num_tokens: int) -> None:
+        """Keep what was found."""
+        if num_tokens:
+            self.matched.setdefault(request.id, []).append(num_tokens)

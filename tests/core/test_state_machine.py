@@ -1,0 +1,356 @@
+"""Random requests, cancellations, failures and strategies on tiny pools: the books always balance, every token is right.
+
+The default run takes some seconds; `pytest tests/core/test_state_machine.py --hypothesis-profile=soak` searches for hours.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from treadle import Admission, FinishReason, Handle, Preemption, Request, SamplingParams, Step, hookimpl
+from treadle.contracts import PreemptionMode
+from treadle.engine import Engine
+from treadle.errors import ConfigError, ExecutionError, InvalidRequest, Refused
+from treadle.plan import Outcome, StepPlan
+from treadle.registry import Registry
+from treadle.testing import FakeExecutor, make_engine
+from treadle.testing.combinations import SLOTS
+from treadle.testing.fake_executor import next_token
+from treadle.testing.traffic import right_tokens
+
+BLOCK = 16
+VOCAB = 60
+REGISTRY = Registry.installed()
+PREFIXES = [tuple(random.Random(seed).randrange(VOCAB) for _ in range(12 * BLOCK)) for seed in range(3)]
+
+
+def small(most: int) -> st.SearchStrategy[int]:
+    return st.integers(1, most)
+
+
+SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "accept.queue_limit": {
+        "max_waiting": st.sampled_from([2, 500]),
+        "trim_above": st.sampled_from([None, 1]),
+        "trim_to_tokens": st.sampled_from([5, 20]),
+    },
+    "order.priority": {"level_s": st.sampled_from([0.005, 10.0]), "preempt": st.booleans()},
+    "order.shortest_first": {"token_s": st.sampled_from([0.0, 0.001])},
+    "admit.continuous": {
+        "max_batch_size": small(6),
+        "max_inserts": st.none() | small(2),
+        "every_steps": small(3),
+        "near_end_tokens": st.integers(0, 3),
+        "spare_blocks": st.integers(0, 2),
+    },
+    "admit.windowed": {"max_batch_size": small(5), "window_ms": st.sampled_from([0.5, 5.0]), "min_batch": small(4)},
+    "admit.static": {"batch_size": small(4), "max_wait_ms": st.sampled_from([0.0, 4.0])},
+    "budget.decode_first": {
+        "max_tokens": st.sampled_from([1, 3, 16, 40, 2048]),
+        "max_prefill_tokens": st.none() | small(20),
+        "max_decode_tokens": st.none() | small(3),
+    },
+    "budget.whole_prompt": {"max_tokens": st.sampled_from([1, 20, 4096])},
+    "allocate.coalescing": {"run_blocks": small(4)},
+    "allocate.contiguous": {"reserve": st.sampled_from(["max_tokens", "model_length"])},
+    "preempt.recompute": {"victim": st.sampled_from(["last_admitted", "lowest_priority"])},
+}
+"""Settings to draw from; strategies that are not named here are used as they come."""
+
+
+@dataclass
+class Setup:
+    """An engine to be."""
+
+    slots: dict[str, dict[str, Any]]
+    num_blocks: int
+    num_swap_blocks: int
+    plugins: Sequence[str]
+    eos: tuple[int, ...]
+    seed: int
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    slots = {}
+    for slot in SLOTS:
+        name = draw(st.sampled_from(REGISTRY.names(slot)), label=slot)
+        table = draw(st.fixed_dictionaries(SETTINGS.get(f"{slot}.{name}", {})), label=f"{slot}.{name}")
+        slots[slot] = {"strategy": name, **table}
+    return Setup(
+        slots,
+        num_blocks=draw(st.integers(2, 12), label="num_blocks"),
+        num_swap_blocks=draw(st.sampled_from([0, 2, 8]), label="num_swap_blocks"),
+        plugins=draw(st.lists(st.sampled_from(sorted(PLUGINS)), unique=True, max_size=3), label="plugins"),
+        eos=draw(st.sampled_from([(), (7,)]), label="eos"),
+        seed=draw(st.integers(0, 3), label="seed"),
+    )
+
+
+class Swapper:
+    """Swaps anybody out, or lets the next plugin choose."""
+
+    def __init__(self, seed: int, may_swap: bool) -> None:
+        self._random = random.Random(seed)
+        self._may_swap = may_swap
+
+    @hookimpl
+    def preempt(self, step: Step, request: Request) -> Preemption | None:
+        victims = [v for v in step.victims() if not request.is_waiting or v.priority < request.priority]
+        if not victims or self._random.random() < 0.3:
+            return None
+        mode = PreemptionMode.SWAP if self._may_swap and self._random.random() < 0.8 else PreemptionMode.RECOMPUTE
+        return Preemption(self._random.choice(victims), mode)
+
+
+class Drafter:
+    """Drafts that are right for a while."""
+
+    def __init__(self, seed: int, eos: tuple[int, ...]) -> None:
+        self._random = random.Random(seed)
+        self._model = FakeExecutor(vocab_size=VOCAB, eos_token_ids=eos).model
+
+    @hookimpl
+    def propose(self, request: Request, most: int) -> list[int]:
+        context = list(request.token_ids())
+        drafted: list[int] = []
+        for _ in range(min(most, self._random.randrange(20))):
+            right = next_token(context + drafted, request.params, self._model, request.num_output + len(drafted))
+            drafted.append(right if self._random.random() < 0.9 else self._random.randrange(VOCAB))
+        return drafted
+
+
+class Bouncer:
+    """Every now and then a tenant's request is passed over, as long as others run."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    @hookimpl
+    def admit(self, step: Step) -> Admission | None:
+        return Admission.SKIP if step.num_running and self._random.random() < 0.3 else None
+
+
+PLUGINS = {
+    "swapper": lambda setup: Swapper(setup.seed, setup.num_swap_blocks > 0),
+    "drafter": lambda setup: Drafter(setup.seed, setup.eos),
+    "bouncer": lambda setup: Bouncer(setup.seed),
+}
+
+
+class UnsteadyExecutor(FakeExecutor):
+    """A fake that can fail once, or report a single request's failure."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.fail_next = False
+        self.report_on: set[str] = set()
+
+    def run(self, plan: StepPlan) -> Outcome:
+        outcome = super().run(plan)
+        if self.fail_next and len(plan.works) > 1:
+            self.fail_next = False
+            raise RuntimeError("a passing weakness")
+        errors = {place: "reported" for place, work in enumerate(plan.works) if work.request_id in self.report_on}
+        return Outcome(outcome.tokens, errors)
+
+
+@dataclass
+class Fate:
+    """What may become of a request."""
+
+    handle: Handle
+    oversized: bool = False
+    may_fail: bool = False
+    cancelled: bool = False
+    steps_seen: int = field(default=0)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """The engine under a random life."""
+
+    engine: Engine
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fates: list[Fate] = []
+
+    # --- life ---------------------------------------------------------------------------------------------------------------
+
+    @initialize(setup=setups())
+    def build(self, setup: Setup) -> None:
+        self.setup = setup
+        self.executor = UnsteadyExecutor(
+            vocab_size=VOCAB, max_length=300, eos_token_ids=setup.eos, num_swap_blocks=setup.num_swap_blocks
+        )
+        refused = setup.slots["allocate"]["strategy"] == "contiguous" and setup.slots["prefix"]["strategy"] != "none"
+        try:
+            self.engine = self._make(setup)
+        except ConfigError as error:
+            assert refused, error
+            assert "'none'" in str(error), error
+            setup.slots["prefix"] = {"strategy": "none"}
+            self.engine = self._make(setup)
+        else:
+            assert not refused, "contiguous allocation must refuse prefix reuse"
+
+    def _make(self, setup: Setup) -> Engine:
+        plugins = [PLUGINS[name](setup) for name in setup.plugins]
+        return make_engine(*plugins, executor=self.executor, num_blocks=setup.num_blocks, registry=REGISTRY, **setup.slots)
+
+    def teardown(self) -> None:
+        if hasattr(self, "engine"):
+            self.run_to_the_end()
+            self.engine.close()
+            assert self.executor.closed
+
+    # --- what callers do ------------------------------------------------------------------------------------------------------
+
+    @rule(
+        prefix=st.sampled_from(PREFIXES),
+        num_shared=st.sampled_from([0, 0, 1, 15, 16, 17, 31, 32, 33, 48]),
+        tail=st.lists(st.integers(0, VOCAB - 1), max_size=40),
+        params=st.builds(
+            dict,
+            max_tokens=st.sampled_from([1, 2, 16, 17, 40, None]),
+            min_tokens=st.sampled_from([0, 0, 1]),
+            temperature=st.sampled_from([0.0, 0.7]),
+            seed=st.none() | small(3),
+            stop_token_ids=st.sampled_from([(), (3,), (3, 5)]),
+            ignore_eos=st.booleans(),
+            prompt_logprobs=st.sampled_from([None, None, None, 1]),
+        ),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        priority=st.integers(0, 2),
+        timeout_s=st.sampled_from([None, None, None, 0.004, 0.05]),
+        cache_salt=st.sampled_from([None, None, "salt"]),
+    )
+    def submit(
+        self, prefix: tuple[int, ...], num_shared: int, tail: list[int], params: dict[str, Any], n: int, **options: Any
+    ) -> None:
+        """Fits the pool, more or less."""
+        prompt = (*prefix[:num_shared], *tail) or (1,)
+        prompt = prompt[: self._num_places() - (params["max_tokens"] or 1) + 1] or (1,)
+        handles = self.engine.submit_group(prompt, SamplingParams(**params), n, **options)
+        limit = min(self._num_places() + 1, 300)
+        oversized = len(prompt) + (params["max_tokens"] or 1) > limit
+        self.fates += [Fate(handle, oversized) for handle in handles]
+
+    @rule(extra=st.integers(0, 40), max_tokens=small(20))
+    def submit_too_large(self, extra: int, max_tokens: int) -> None:
+        """Refused in the next step, whatever else is going on, and not in the way of others."""
+        prompt = PREFIXES[0][:1] * (self._num_places() + 2 - max_tokens + extra)
+        if not prompt:
+            return
+        handle = self.engine.submit(prompt, SamplingParams(max_tokens=max_tokens))
+        self.fates.append(Fate(handle, oversized=True))
+        self.step()
+        trimmed = handle.request.was_trimmed
+        assert handle.finished or trimmed, "a request larger than the pool is refused at once"
+        assert trimmed or handle.completion().finish_reason is FinishReason.REFUSED
+
+    @precondition(lambda self: self.fates)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        fate = data.draw(st.sampled_from(self.fates[-6:]), label="whom")
+        fate.cancelled = True
+        fate.handle.cancel()
+
+    # --- what happens ----------------------------------------------------------------------------------------------------------
+
+    @rule(num_steps=st.sampled_from([1, 1, 1, 5, 20]))
+    def step_on(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.step()
+
+    @rule(seconds=st.sampled_from([0.0001, 0.005, 0.1]))
+    def let_time_pass(self, seconds: float) -> None:
+        self.engine.clock.wait(self.engine.clock.now() + seconds)
+
+    @precondition(lambda self: self.fates)
+    @rule(data=st.data(), reported=st.booleans())
+    def make_fail(self, data: st.DataObject, reported: bool) -> None:
+        """A request whose computation fails from now on, alone or with the whole pass."""
+        fate = data.draw(st.sampled_from(self.fates[-6:]), label="whom")
+        fate.may_fail = True
+        (self.executor.report_on if reported else self.executor.fail_on).add(fate.handle.id)
+
+    @rule()
+    def make_fail_once(self) -> None:
+        """The next pass of several requests fails: nobody may suffer."""
+        self.executor.fail_next = True
+
+    @rule()
+    def run_to_the_end(self) -> None:
+        """No more than so many steps until all is done, and then nothing is left in the pool."""
+        live = [fate.handle.request for fate in self.fates if not fate.handle.finished]
+        most = 200 + 60 * sum(min(r.prompt_length + (r.params.max_tokens or 300), self._num_places()) for r in live)
+        for _ in range(most):
+            if not self.engine.busy:
+                break
+            until_s = self.step()
+            if until_s is not None:
+                self.engine.clock.wait(until_s)
+        assert not self.engine.busy, f"still busy after {most} steps: {[fate.handle.request for fate in self.fates]}"
+        pool = self.engine.books.pool
+        assert pool.num_used == 0
+        assert pool.num_free + pool.num_cached == pool.num_blocks
+        assert all(fate.handle.finished for fate in self.fates)
+        self.fates.clear()
+
+    # --- proof ------------------------------------------------------------------------------------------------------------------
+
+    def step(self) -> float | None:
+        until_s = self.engine.step()
+        self.engine.check_integrity()
+        for fate in self.fates:
+            self._check(fate)
+        return until_s
+
+    def _num_places(self) -> int:
+        return self.setup.num_blocks * BLOCK
+
+    def _check(self, fate: Fate) -> None:
+        """The tokens so far are right, and who ended had a reason."""
+        request = fate.handle.request
+        expected = self._expected(fate)
+        tokens = request.token_ids(request.prompt_length)
+        assert tokens == expected[: len(tokens)], f"{request}: {tokens} is not the start of {expected}"
+        if not fate.handle.finished:
+            return
+        done = fate.handle.completion()
+        reason = done.finish_reason
+        if reason in (FinishReason.LENGTH, FinishReason.STOP):
+            assert done.error is None
+            assert tokens == expected, f"{request} ended too early"
+        elif reason is FinishReason.CANCELLED:
+            assert fate.cancelled, request
+        elif reason is FinishReason.TIMEOUT:
+            assert request.expires_s is not None, request
+            assert request.expires_s <= self.engine.clock.now(), request
+        elif reason is FinishReason.REFUSED:
+            assert str(done.error), request
+            assert isinstance(done.error, Refused) or fate.oversized, f"{request}: {done.error}"
+            assert isinstance(done.error, (Refused, InvalidRequest)), done.error
+        else:
+            assert fate.may_fail, f"{request} failed: {done.error!r}"
+            assert isinstance(done.error, ExecutionError), done.error
+
+    def _expected(self, fate: Fate) -> tuple[int, ...]:
+        request = fate.handle.request
+        cached: tuple[int, tuple[int, ...]] | None = getattr(fate, "expected", None)
+        if cached is None or cached[0] != request.prompt_length:
+            cached = request.prompt_length, right_tokens(fate.handle, self.executor.model, self._num_places())
+            fate.expected = cached  # type: ignore[attr-defined]  # computed once
+        return cached[1]
+
+
+EngineMachine.TestCase.settings = settings(max_examples=settings().max_examples)
+TestEngine = EngineMachine.TestCase

@@ -1,0 +1,39 @@
+"""Models for tests of whole engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from treadle import Engine
+    from treadle_plugins.models.load import LoadedModel
+
+
+@pytest.fixture(scope="session")
+def default_reference() -> LoadedModel:
+    """The default model in float32 with transformers' own attention."""
+    import torch
+
+    from treadle_plugins.models.load import load
+    from treadle_plugins.models.resolve import resolve
+    from treadle_plugins.models.source import DEFAULT_NAME
+
+    return load(resolve(DEFAULT_NAME), torch.float32, attn_implementation="sdpa")
+
+
+@pytest.fixture(scope="session")
+def default_engine() -> Callable[..., Engine]:
+    """Makes engines of the default model in float32, which is read from the disk once only."""
+    from treadle import Engine
+    from treadle_plugins.execution.torch_executor.truth import Shelf
+
+    shelf = Shelf()
+
+    def make(*plugins: object, **values: Any) -> Engine:
+        with shelf.in_use():
+            return Engine.load(plugins=plugins, execute={"strategy": "torch", "dtype": "float32"}, **values)
+
+    return make
