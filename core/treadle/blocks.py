@@ -67,6 +67,7 @@ class PoolView:
         self._children: dict[tuple[BlockRef | None, Hashable], dict[tuple[int, ...], int]] = {}
         self._num_free = num_blocks
         self._num_cached = 0
+        self._num_pinned_cached = 0
 
     @property
     def num_blocks(self) -> int:
@@ -92,7 +93,11 @@ class PoolView:
     @property
     def num_available(self) -> int:
         """Free blocks, and cached ones that may be evicted."""
-        return self._num_free + self._num_cached - sum(self._counts[b] == 0 for b in self._pins)
+        return self._num_free + self._num_cached - self._num_pinned_cached
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pins)
 
     def count(self, block_id: int) -> int:
         """Tables that hold the block."""
@@ -144,6 +149,7 @@ class BlockPool(PoolView):
             assert self._records[block_id] is not None, f"block {block_id} is not indexed"
             if self._counts[block_id] == 0:
                 reused.append(block_id)
+                self._num_pinned_cached -= block_id in self._pins
             self._counts[block_id] += 1
         self._num_cached -= len(reused)
         return tuple(reused)
@@ -157,6 +163,7 @@ class BlockPool(PoolView):
             self._counts[block_id] -= 1
             if self._counts[block_id] == 0:
                 (freed if self._records[block_id] is None else cached).append(block_id)
+                self._num_pinned_cached += block_id in self._pins
         self._num_free += len(freed)
         self._num_cached += len(cached)
         return Dropped(tuple(cached), tuple(freed))
@@ -203,13 +210,19 @@ class BlockPool(PoolView):
         """Keep indexed blocks from eviction until they are unpinned as often."""
         for block_id in block_ids:
             assert self._records[block_id] is not None, f"block {block_id} is not indexed"
+            self._num_pinned_cached += self._counts[block_id] == 0 and block_id not in self._pins
             self._pins[block_id] += 1
 
     def unpin(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             self._pins[block_id] -= 1
             if self._pins[block_id] <= 0:
-                del self._pins[block_id]
+                self._unpin_wholly(block_id)
+
+    def _unpin_wholly(self, block_id: int) -> None:
+        if block_id in self._pins:
+            del self._pins[block_id]
+            self._num_pinned_cached -= self._counts[block_id] == 0
 
     def _forget(self, record: BlockRecord) -> None:
         block_id = record.ref.block_id
@@ -217,8 +230,8 @@ class BlockPool(PoolView):
         del siblings[record.tokens]
         if not siblings:
             del self._children[record.parent, record.isolation_key]
+        self._unpin_wholly(block_id)
         self._records[block_id] = None
-        del self._pins[block_id]
 
     # --- proof --------------------------------------------------------------------------------------------------------------
 
@@ -231,6 +244,9 @@ class BlockPool(PoolView):
         if (free, cached) != (self._num_free, self._num_cached):
             wrong.append(f"{free} free and {cached} cached blocks, booked as {self._num_free} and {self._num_cached}")
         wrong += [f"block {b} is pinned but not indexed" for b in self._pins if self._records[b] is None]
+        pinned = sum(self.is_cached(b) for b in self._pins)
+        if pinned != self._num_pinned_cached:
+            wrong.append(f"{pinned} cached blocks are pinned, booked as {self._num_pinned_cached}")
         wrong += self._wrong_records()
         if wrong:
             raise IntegrityError("; ".join(wrong))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from treadle.blocks import BlockPool, BlockRef, IntegrityError
 from treadle.contracts import Load, PreemptionMode
 from treadle.hookspecs import Hooks
+from treadle.logs import get_logger
 from treadle.plan import BlockCopy
 from treadle.request import FinishReason, LiveRequest, Phase
 from treadle.step import Step
+
+log = get_logger(__name__)
+BROKEN = BlockRef(0, -1)
+"""Stands where a chain of indexed blocks cannot be continued: no block ever has this generation."""
 
 
 class SwapSpace:
@@ -47,7 +53,9 @@ class Journal:
 class Books:
     """Pool, waiting, running and held requests."""
 
-    def __init__(self, pool: BlockPool, swap_space: SwapSpace, hook: Hooks, *, index_blocks: bool = True) -> None:
+    def __init__(
+        self, pool: BlockPool, swap_space: SwapSpace, hook: Hooks, *, index_blocks: bool = True, max_pinned: float = 0.5
+    ) -> None:
         self.pool = pool
         self._index_blocks = index_blocks
         self.swap_space = swap_space
@@ -62,6 +70,8 @@ class Books:
         self.journal = Journal()
         self.waiting_priorities: Counter[int] = Counter()
         self._waiting_prompt_tokens = 0
+        self._pins: list[tuple[float, int, list[BlockRef]]] = []
+        self._most_pinned = int(max_pinned * pool.num_blocks)
         self._hook = hook
 
     @property
@@ -84,16 +94,20 @@ class Books:
         self.running[request.id] = request
         (self._hook.request_resumed if resumed else self._hook.request_admitted)(step=step, request=request)
 
-    def preempt(self, step: Step, request: LiveRequest) -> None:
-        """A running request gives up its blocks and waits again."""
+    def preempt(self, step: Step, request: LiveRequest, num_blocks: int | None = None) -> None:
+        """A running request waits again and gives up its blocks, or the last `num_blocks` of them."""
         del self.running[request.id]
-        self.drop(step, request.preempt())
+        keep, chain = self._kept(request, num_blocks)
+        self.drop(step, request.preempt(keep, chain, self.pool.block_size))
         self._return_to_waiting(step, request, PreemptionMode.RECOMPUTE)
 
-    def swap_out(self, step: Step, request: LiveRequest) -> bool:
-        """A running request waits with its KV in swap space. False, and nothing changed, when there is no space for it."""
+    def swap_out(self, step: Step, request: LiveRequest, most: int | None = None) -> bool:
+        """A running request waits with its own KV, or the last `most` blocks of it, in swap space. False, and nothing changed,
+        when there is no space for it."""
         num_blocks = self.pool.blocks_for(request.num_computed)
         places = [p for p, b in enumerate(request.block_table[:num_blocks]) if self.pool.count(b) == 1]
+        if most is not None:
+            places = places[-most:]
         if len(places) > self.swap_space.num_free:
             return False
         del self.running[request.id]
@@ -143,12 +157,28 @@ class Books:
         self.swap_space.give_back(list(request.swapped.values()))
         self.drop(step, request.surrender())
 
-    def reclaim_from_waiting(self, step: Step, but: LiveRequest) -> bool:
-        """Requests that wait with blocks of the pool start over, so that somebody can go on. False when none holds any."""
-        holders = [request for request in self.waiting.values() if request is not but and request.held_blocks()]
-        for request in holders:
-            self.give_up_blocks(step, request)
-        return bool(holders)
+    def reclaim_from_waiting(self, step: Step, but: LiveRequest, num_blocks: int, *, swapped: bool) -> bool:
+        """A request that waits with blocks of the pool gives up the last `num_blocks`. False when none holds any.
+
+        The last in the queue comes first. Those with KV in swap space start over, and are spared unless `swapped`.
+        """
+        for request in reversed(self.waiting.values()):
+            if request is but or not request.held_blocks():
+                continue
+            if not request.swapped:
+                keep, chain = self._kept(request, num_blocks)
+                self.drop(step, request.shorten(keep, chain, self.pool.block_size))
+                return True
+            if swapped:
+                self.give_up_blocks(step, request)
+                return True
+        return False
+
+    def _kept(self, request: LiveRequest, num_blocks: int | None) -> tuple[int, BlockRef | None]:
+        """How many blocks are left when `num_blocks` go, and what the last of them is in the index."""
+        keep = 0 if num_blocks is None else max(0, len(request.block_table) - num_blocks)
+        record = self.pool.record(request.block_table[keep - 1]) if keep else None
+        return keep, BROKEN if record is None else record.ref
 
     def _return_to_waiting(self, step: Step, request: LiveRequest, mode: PreemptionMode) -> None:
         self._add_waiting(request)
@@ -189,7 +219,7 @@ class Books:
 
     def fill(self, step: Step, request: LiveRequest, num_tokens: int) -> None:
         """Index the blocks that are full once the first `num_tokens` tokens are computed."""
-        if not self._index_blocks:
+        if not (self._index_blocks and request.shares):
             return
         size = self.pool.block_size
         filled = []
@@ -232,6 +262,42 @@ class Books:
         record = self.pool.record(block_id)
         assert record is not None
         return record.ref
+
+    # --- pins -----------------------------------------------------------------------------------------------------------------
+
+    def pin_prompt(self, request: LiveRequest, until_s: float) -> None:
+        """Keep the full blocks of a request's prompt from eviction until `until_s`, unless too much is pinned already."""
+        refs = []
+        ref = request.chain
+        while ref is not None and self.pool.is_current(ref):
+            refs.append(ref)
+            record = self.pool.record(ref.block_id)
+            ref = None if record is None else record.parent
+        # the walk began at the last chained block, which may be one of output
+        refs = refs[::-1][: request.prompt_length // self.pool.block_size]
+        if self.pool.num_pinned + len(refs) > self._most_pinned:
+            log.warning("prompt_not_pinned", request_id=request.id, blocks=len(refs), pinned=self.pool.num_pinned)
+            return
+        self.pool.pin(ref.block_id for ref in refs)
+        heapq.heappush(self._pins, (until_s, request.sequence, refs))
+
+    def unpin_expired(self, now: float) -> None:
+        """Let go of what was pinned until now."""
+        while self._pins and self._pins[0][0] <= now:
+            self._unpin(heapq.heappop(self._pins)[2])
+
+    def unpin_all(self) -> bool:
+        """Pins yield where otherwise nobody could go on. False when there are none."""
+        if not self._pins:
+            return False
+        log.warning("pins_given_up", pinned=self.pool.num_pinned)
+        for _, _, refs in self._pins:
+            self._unpin(refs)
+        self._pins.clear()
+        return True
+
+    def _unpin(self, refs: Sequence[BlockRef]) -> None:
+        self.pool.unpin(ref.block_id for ref in refs if self.pool.is_current(ref) and self.pool.is_pinned(ref.block_id))
 
     # --- the pass ---------------------------------------------------------------------------------------------------------------
 

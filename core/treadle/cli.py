@@ -125,7 +125,9 @@ _COMMON_OPTIONS = (
 
 
 class Failure(click.ClickException):
-    """An error as a user sees it: 2 is the exit code for configuration and usage, 1 for what went wrong at run time."""
+    """An error as a user sees it, on one line unless tracebacks are wanted."""
+
+    exit_code = 1
 
     def __init__(self, error: Exception, debug: bool = False) -> None:
         kind = "" if isinstance(error, TreadleError) else f"{type(error).__name__}: "
@@ -133,13 +135,18 @@ class Failure(click.ClickException):
         super().__init__(f"{kind}{error}{hint}")
         self.error = error
         self.debug = debug
-        self.exit_code = 2 if isinstance(error, ConfigError) else 1
 
     def show(self, file: IO[Any] | None = None) -> None:
         """Print it on standard error."""
         if self.debug:
             click.echo("".join(traceback.format_exception(self.error)), file=file, err=True, nl=False)
         click.echo(f"error: {self.message}", file=file, err=True)
+
+
+class ConfigFailure(Failure):
+    """What has to be changed in the configuration or on the command line."""
+
+    exit_code = 2
 
 
 @contextmanager
@@ -155,7 +162,8 @@ def _as_failures(common: Common) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, OSError) and error.errno == errno.EPIPE:
             raise  # whoever read our output has gone; click ends quietly
-        raise Failure(error, common.debug) from error
+        kind = ConfigFailure if isinstance(error, ConfigError) else Failure
+        raise kind(error, common.debug) from error
 
 
 class CommandGroup(click.Group):
@@ -171,9 +179,7 @@ class CommandGroup(click.Group):
             return _load(common.registry.find("command", name, "the command line"))
         return common.plugin_commands().get(name)
 
-    def resolve_command(
-        self, context: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command; one that a plugin brings may be followed by the option that names the plugin's configuration."""
         common = context.ensure_object(Common)
         name = args[0]

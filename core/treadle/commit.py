@@ -61,7 +61,10 @@ class Committer:
                 break
         # KV of drafts that were not accepted, or stand behind the end, does not count
         request.advance(len(work.tokens) - work.num_drafted + num_appended - 1)
-        request.mark_first_token(now)
+        if request.first_token_s is None:
+            request.mark_first_token(now)
+            if request.pin_s is not None:
+                self._books.pin_prompt(request, now + request.pin_s)
         return reason
 
     def _wrong(self, place: int, work: Work, outcome: Outcome) -> Exception | None:

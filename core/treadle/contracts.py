@@ -76,6 +76,9 @@ class Preemption:
 
     victim: Request
     mode: PreemptionMode = PreemptionMode.RECOMPUTE
+    num_blocks: int | None = None
+    """Take only this many blocks, from the end of its table; None takes all. It keeps the others while it waits, and gives them
+    up too when somebody cannot go on without."""
 
 
 @runtime_checkable
@@ -155,46 +158,103 @@ class ModelInfo:
     """Differs where KV computed by one model must not serve another: weights, adapter, precision."""
 
 
+SCALE_BYTES = 2
+"""Bytes of one scale or minimum that is stored beside the codes: half precision."""
+
+
+@dataclass(frozen=True)
+class StaticChannels:
+    """Scales that a calibration found once and for all, one for each channel of each head: [layer][head][channel]."""
+
+    scales: tuple[tuple[tuple[float, ...], ...], ...]
+    """Value of one step of the code."""
+    minima: tuple[tuple[tuple[float, ...], ...], ...] | None = None
+    """Value of code 0; None for symmetric codes."""
+
+
 @dataclass(frozen=True)
 class KVFormat:
-    """How keys and values are stored in the pool. The default keeps both whole, in the model's precision."""
+    """How keys and values are stored in the pool: pure data, which attention backends match against what they read.
+
+    The default keeps both whole, in the model's precision. Quantized elements are codes of a few bits, and a code stands for
+    `minimum + code * scale` (asymmetric) or `(code - 2 ** (bits - 1)) * scale` (symmetric). Scales are stored for each token and
+    head, or for each group of channels within it; or they are static, one for each channel of each head.
+    """
 
     key_bits: int | None = None
     """None keeps keys whole."""
     value_bits: int | None = None
-    granularity: str = "token_head"
-    """What shares one scale: `token_head` (each token of each head) or `head_channel` (static, from a calibration)."""
-    group: int | None = None
-    """Elements that share a scale within a head; None means the whole head."""
-    symmetric: bool = True
+    """None keeps values whole."""
+    key_group: int | None = None
+    """Channels of a key that share a scale; None means the whole head."""
+    value_group: int | None = None
+    """The same of a value."""
+    key_symmetric: bool = True
+    """Whether keys have a scale only, or a minimum too."""
+    value_symmetric: bool = True
+    """The same of values."""
+    key_channels: StaticChannels | None = field(default=None, hash=False, repr=False)
+    """Static scales of keys; then none are stored, and `key_group` and `key_symmetric` say nothing."""
+    value_channels: StaticChannels | None = field(default=None, hash=False, repr=False)
+    """The same of values."""
     rotation: int | None = None
-    """Size of the Hadamard blocks by which keys and values are rotated before they are stored; None means none."""
+    """Size of the Hadamard blocks by which what is quantized is rotated first; None means none."""
     whole_heads: frozenset[tuple[int, int]] = frozenset()
-    """(layer, KV head) pairs kept whole."""
+    """(layer, KV head) pairs whose keys and values are kept whole."""
+    whole_keys: frozenset[tuple[int, int]] = frozenset()
+    """(layer, KV head) pairs whose keys alone are kept whole."""
     whole_layers: frozenset[int] = frozenset()
-    scale_bytes: int = 2
+    """Layers kept whole."""
+    scheme: str = "linear"
+    """Arithmetic and layout of the codes. A codec that works otherwise takes a name of its own, and brings a backend."""
     history_dependent: bool = False
     """A stored token depends on tokens stored before: refused together with prefix reuse, chunked prefill and recompute."""
 
     @property
     def name(self) -> str:
-        """Short name, such as `k4v8`; `whole` when nothing is quantized."""
-        if self.key_bits is None and self.value_bits is None:
+        """Short name such as `k4v8h64`; `whole` when nothing is quantized."""
+        if self.scheme == "linear" and self.key_bits is None and self.value_bits is None:
             return "whole"
-        return f"k{self.key_bits or 'w'}v{self.value_bits or 'w'}" + (f"h{self.rotation}" if self.rotation else "")
+        key = _side_name(self.key_bits, self.key_group, self.key_symmetric, self.key_channels)
+        value = _side_name(self.value_bits, self.value_group, self.value_symmetric, self.value_channels)
+        scheme = "" if self.scheme == "linear" else f"{self.scheme}:"
+        return f"{scheme}k{key}v{value}" + (f"h{self.rotation}" if self.rotation else "")
+
+    def keeps_keys(self, layer: int, head: int) -> bool:
+        """Whether the keys of a head are kept whole."""
+        return self.key_bits is None or self._keeps(layer, head) or (layer, head) in self.whole_keys
+
+    def keeps_values(self, layer: int, head: int) -> bool:
+        """Whether the values of a head are kept whole."""
+        return self.value_bits is None or self._keeps(layer, head)
 
     def bytes_per_token(self, model: ModelInfo) -> float:
         """Bytes that one token's KV takes in the pool, scales included, over all layers."""
-        whole = 2 * model.head_dim * model.dtype_bytes
-        packed = self._packed_bytes(model, self.key_bits) + self._packed_bytes(model, self.value_bits)
-        kept = {(layer, head) for layer in self.whole_layers for head in range(model.num_kv_heads)} | self.whole_heads
-        return whole * len(kept) + packed * (model.num_layers * model.num_kv_heads - len(kept))
+        whole = model.head_dim * model.dtype_bytes
+        key = _packed_bytes(model, self.key_bits, self.key_group, self.key_symmetric, self.key_channels)
+        value = _packed_bytes(model, self.value_bits, self.value_group, self.value_symmetric, self.value_channels)
+        heads = [(layer, head) for layer in range(model.num_layers) for head in range(model.num_kv_heads)]
+        keys = sum(whole if self.keeps_keys(*head) else key for head in heads)
+        return keys + sum(whole if self.keeps_values(*head) else value for head in heads)
 
-    def _packed_bytes(self, model: ModelInfo, bits: int | None) -> float:
-        if bits is None:
-            return model.head_dim * model.dtype_bytes
-        scales = -(-model.head_dim // (self.group or model.head_dim)) if self.granularity == "token_head" else 0
-        return model.head_dim * bits / 8 + scales * self.scale_bytes * (1 if self.symmetric else 2)
+    def _keeps(self, layer: int, head: int) -> bool:
+        return layer in self.whole_layers or (layer, head) in self.whole_heads
+
+
+def _side_name(bits: int | None, group: int | None, symmetric: bool, channels: StaticChannels | None) -> str:
+    if bits is None:
+        return "w"
+    if channels is not None:
+        return f"{bits}c"
+    return str(bits) + (f"g{group}" if group else "") + ("" if symmetric else "a")
+
+
+def _packed_bytes(
+    model: ModelInfo, bits: int | None, group: int | None, symmetric: bool, channels: StaticChannels | None
+) -> float:
+    """Bytes of one token of one head that is quantized."""
+    scales = 0 if channels is not None else -(-model.head_dim // (group or model.head_dim)) * (1 if symmetric else 2)
+    return model.head_dim * (bits or 0) / 8 + scales * SCALE_BYTES
 
 
 @dataclass(frozen=True)
@@ -271,6 +331,11 @@ class StepReport:
     ended_s: float
     num_works: int
     num_tokens: int
+    num_prefill_tokens: int
+    num_swapped: int
+    """Blocks copied to and from swap space."""
+    copy_s: float
+    """Seconds that the executor spent on those copies."""
     num_running: int
     num_waiting: int
     blocks_free: int

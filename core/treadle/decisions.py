@@ -223,6 +223,8 @@ class Decisions:
             self._breach("preempt", "names a running request with no work planned in this step", answer)
         if request.is_waiting and victim.priority >= request.priority:
             self._breach("preempt", "names a victim of lower priority when the request is waiting", answer)
+        if answer.num_blocks is not None and not (_is_whole(answer.num_blocks) and answer.num_blocks >= 1):
+            self._breach("preempt", "takes at least one block, or all", answer)
         if answer.mode is PreemptionMode.SWAP and not may_swap:
             self._breach("preempt", "swaps only where the executor has swap space", answer)
         return answer

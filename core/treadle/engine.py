@@ -75,7 +75,9 @@ class Engine:
         self._check_format(kv_format)
         pool = self._open_pool(kv_format)
         self.info = EngineInfo(model, kv_format, pool[0].block_size, pool[0].num_blocks, pool[1].num_blocks, self.clock)
-        self.books = Books(*pool, self._hook, index_blocks=self.manager.has_trait(REUSE_TRAIT))
+        self.books = Books(
+            *pool, self._hook, index_blocks=self.manager.has_trait(REUSE_TRAIT), max_pinned=self.settings.root.pool.max_pinned
+        )
         self._planner = Planner(
             self.books,
             self._decisions,
@@ -131,13 +133,15 @@ class Engine:
         cache_salt: str | None = None,
         labels: Mapping[str, str] | None = None,
         group: str | None = None,
+        reuse: bool = True,
+        pin_s: float | None = None,
     ) -> Handle:
         """Post a request: text, or token ids. It is seen at the start of the next step.
 
         Raises InvalidRequest for a prompt or values that could never be served, EngineStopped after the engine's end. Whether the
         model and the pool can hold it, and whether it is accepted, is told by its completion.
         """
-        options = RequestOptions(priority, timeout_s, cache_salt, dict(labels or {}), group)
+        options = RequestOptions(priority, timeout_s, cache_salt, dict(labels or {}), group, reuse, pin_s)
         request = self._intake.post(prompt, params or SamplingParams(), options, request_id)
         self._arrival.set()
         return Handle(self, request, self.tokenizer)
@@ -189,11 +193,12 @@ class Engine:
         with self._step_lock:
             step = self._begin()
             self._intake.take_in(step)
+            self.books.unpin_expired(step.now)
             plan = self._plan(step)
             outcome = self._execute(step, plan)
             if outcome is not None:
                 self._committer.commit(step, plan, outcome)
-            return self._end(step, plan)
+            return self._end(step, plan, outcome)
 
     def advance(self, most_s: float | None = None) -> None:
         """One step, then sleep until the next one is due, a request arrives or `most_s` seconds have passed."""
@@ -252,9 +257,9 @@ class Engine:
         for request in running.values():
             self._intake.end(step, request, FinishReason.ERROR, error)
 
-    def _end(self, step: Step, plan: StepPlan) -> float | None:
+    def _end(self, step: Step, plan: StepPlan, outcome: Outcome | None) -> float | None:
         self._committer.release_held(step)
-        self._report(step, plan)
+        self._report(step, plan, outcome.copy_s if outcome else 0.0)
         if self.manager.ledger.failures:
             self._fail(step, self.manager.ledger.failures[0])
         self._forget_ended()
@@ -266,7 +271,7 @@ class Engine:
         with self._changed:
             self._changed.notify_all()
 
-    def _report(self, step: Step, plan: StepPlan) -> None:
+    def _report(self, step: Step, plan: StepPlan, copy_s: float) -> None:
         pool = self.books.pool
         self._hook.step_finished(
             report=StepReport(
@@ -274,7 +279,10 @@ class Engine:
                 started_s=step.now,
                 ended_s=self.clock.now(),
                 num_works=len(plan.works),
-                num_tokens=sum(len(work.tokens) for work in plan.works),
+                num_tokens=plan.num_tokens,
+                num_prefill_tokens=plan.num_prefill_tokens,
+                num_swapped=len(plan.swap_out) + len(plan.swap_in),
+                copy_s=copy_s,
                 num_running=len(self.books.running),
                 num_waiting=len(self.books.waiting),
                 blocks_free=pool.num_free,

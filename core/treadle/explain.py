@@ -84,9 +84,7 @@ def _hook(hook: str, names: Iterable[str], by_label: Mapping[str, Registered]) -
     for name in names:
         plain = name.removesuffix(WRAPPER)
         item = by_label.get(plain)
-        implementations.append(
-            {"plugin": plain, "package": item.package if item else "", "wrapper": name.endswith(WRAPPER)}
-        )
+        implementations.append({"plugin": plain, "package": item.package if item else "", "wrapper": name.endswith(WRAPPER)})
     return {"hook": hook, "implementations": implementations}
 
 

@@ -29,6 +29,8 @@ class Completion:
     error: Exception | None
     num_cached_tokens: int
     num_preempted: int
+    num_recomputed_tokens: int
+    """Tokens computed again after preemptions: work that was lost."""
     was_trimmed: bool
     arrival_s: float
     admitted_s: float | None
@@ -40,7 +42,7 @@ class Completion:
     @classmethod
     def of_invalid(cls, error: Exception, now: float, request_id: str = "") -> Completion:
         """The completion of a request that never was one."""
-        return cls(request_id, (), (), None, FinishReason.REFUSED, error, 0, 0, False, now, None, None, now)
+        return cls(request_id, (), (), None, FinishReason.REFUSED, error, 0, 0, 0, False, now, None, None, now)
 
     @property
     def ttft_s(self) -> float | None:
@@ -132,6 +134,7 @@ class Handle:
             error=request.error,
             num_cached_tokens=request.num_cached_tokens,
             num_preempted=request.num_preempted,
+            num_recomputed_tokens=request.num_recomputed_tokens,
             was_trimmed=request.was_trimmed,
             arrival_s=request.arrival_s,
             admitted_s=request.admitted_s,

@@ -189,13 +189,14 @@ class Hooks:
         With an order that lets urgent requests preempt also for a waiting request, whose victim must be of lower priority;
         `num_blocks` is then 0 when it is a place in the batch that is missing.
 
-        Returns: `Preemption(victim, mode)`, or None: then the request waits for blocks to come back. The victim may be the
-        request itself. When nobody can go on, the core preempts the last admitted request, so that the first progresses.
+        Returns: `Preemption(victim, mode, num_blocks)`, or None: then the request waits for blocks to come back. The victim may
+        be the request itself. When nobody can go on, the core preempts the last admitted request, so that the first progresses.
 
         Rules:
             - answers a Preemption or None
             - names a running request with no work planned in this step
             - names a victim of lower priority when the request is waiting
+            - takes at least one block, or all
             - swaps only where the executor has swap space
 
         Cost: once per victim.

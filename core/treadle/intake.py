@@ -72,6 +72,8 @@ class Intake:
         timeout_s = options.timeout_s
         if timeout_s is not None and not timeout_s > 0:
             raise InvalidRequest(f"timeout_s={timeout_s!r} is not a time above 0")
+        if options.pin_s is not None and not (options.pin_s > 0 and options.reuse):
+            raise InvalidRequest(f"pin_s={options.pin_s!r} with reuse={options.reuse}: give a time above 0, and reuse=True")
         if params.stop and self._tokenizer is None:
             raise InvalidRequest(f"stop={params.stop!r} needs a tokenizer, and this executor has none; use stop_token_ids")
         if not params.greedy and params.seed is None:

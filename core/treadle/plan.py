@@ -55,6 +55,15 @@ class StepPlan:
     swap_in: tuple[BlockCopy, ...] = ()
     """From a block of swap space to a block of the pool."""
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(work.tokens) for work in self.works)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of works that compute more than their last known token."""
+        return sum(len(work.tokens) for work in self.works if len(work.tokens) > 1 + work.num_drafted)
+
 
 class TokenLogprobs(NamedTuple):
     """Natural-log probabilities at one position: of the token that stands there, and of the most likely ones."""
@@ -79,3 +88,5 @@ class Outcome:
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """For works that asked: one entry for each prompt token that this work computed, but the prompt's first, then one for
     `following`."""
+    copy_s: float = 0.0
+    """Seconds spent on the plan's copies."""

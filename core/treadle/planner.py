@@ -117,7 +117,7 @@ class Planner:
 
     def _match_more(self, step: Step, request: LiveRequest) -> None:
         """In prefill, at a block boundary: others may have computed what comes next."""
-        if request.num_computed % self._pool.block_size == 0 and request.params.prompt_logprobs is None:
+        if request.num_computed % self._pool.block_size == 0 and request.takes_cached:
             block_ids = self._decisions.match_prefix(step, request, self._pool)
             if block_ids:
                 self._books.reuse(step, request, block_ids)
@@ -206,19 +206,22 @@ class Planner:
             for finished in list(books.held.values()):
                 books.release(step, finished)
             return True
-        if runs and self._preempt_for(step, request, needed - self._pool.num_free):
+        short = max(1, needed - self._pool.num_free)
+        if runs and books.reclaim_from_waiting(step, request, short, swapped=False):
+            return True
+        if runs and self._preempt_for(step, request, short):
             return request.phase is Phase.RUNNING
         alone = len(books.running) == int(runs)
-        return alone and books.reclaim_from_waiting(step, request)
+        return alone and (books.reclaim_from_waiting(step, request, short, swapped=True) or books.unpin_all())
 
     def _preempt_for(self, step: Step, request: LiveRequest, num_blocks: int) -> bool:
         may_swap = self._books.swap_space.num_blocks > 0
-        answer = self._decisions.preempt(step, request, max(num_blocks, 0), may_swap=may_swap)
+        answer = self._decisions.preempt(step, request, num_blocks, may_swap=may_swap)
         if answer is None:
             return False
         victim = self._books.running[answer.victim.id]
-        if answer.mode is PreemptionMode.RECOMPUTE or not self._books.swap_out(step, victim):
-            self._books.preempt(step, victim)
+        if answer.mode is PreemptionMode.RECOMPUTE or not self._books.swap_out(step, victim, answer.num_blocks):
+            self._books.preempt(step, victim, answer.num_blocks)
         return True
 
     def _break_stall(self, step: Step) -> None:
@@ -318,7 +321,8 @@ class Planner:
         if request.swapped:
             return self._swap_in(step, request)
         block_ids: tuple[int, ...] = ()
-        if request.num_computed == 0 and request.params.prompt_logprobs is None:
+        kept = request.num_computed
+        if kept % self._pool.block_size == 0 and request.takes_cached:
             block_ids = self._decisions.match_prefix(step, request, self._pool)
             if block_ids:
                 self._books.reuse(step, request, block_ids)
@@ -328,8 +332,9 @@ class Planner:
         if not num_tokens:
             if granted and not self._books.running:
                 self._decisions.no_room_found(self._pool.blocks_for(request.num_tokens))
-            self._books.give_up_blocks(step, request)
-            request.unreuse(num_matched)
+            if not kept:
+                self._books.give_up_blocks(step, request)
+                request.unreuse(num_matched)
             return False
         self._hook.prefix_matched(step=step, request=request, block_ids=block_ids, num_tokens=num_matched)
         self._books.start(step, request)

@@ -94,16 +94,48 @@ class RequestOptions:
     """Free for plugins, such as a tenant's name."""
     group: str | None = None
     """Requests made from one prompt with n > 1 have a group in common."""
+    reuse: bool = True
+    """Whether the request takes cached blocks, and leaves its own for others."""
+    pin_s: float | None = None
+    """Keep the prompt's full blocks from eviction for this many seconds, from the time they are computed."""
 
 
 class Request:
     """What plugins see of a request. Every attribute is read only."""
 
     __slots__ = (
-        "_admitted_s", "_arrival_s", "_batch", "_block_table", "_chain", "_computed", "_error", "_finish_reason",
-        "_finished_s", "_first_token_s", "_id", "_isolation", "_limit", "_num_cached", "_num_chained", "_num_preempted",
-        "_options", "_params", "_phase", "_planned_step", "_prompt_length", "_sequence", "_stash", "_stop_ids", "_swapped",
-        "_tokens", "_was_trimmed", "logprobs", "prompt_logprobs", "text",
+        "_admitted_s",
+        "_arrival_s",
+        "_batch",
+        "_block_table",
+        "_chain",
+        "_computed",
+        "_error",
+        "_finish_reason",
+        "_finished_s",
+        "_first_token_s",
+        "_id",
+        "_isolation",
+        "_limit",
+        "_lost_from",
+        "_num_cached",
+        "_num_chained",
+        "_num_preempted",
+        "_num_recomputed",
+        "_options",
+        "_params",
+        "_phase",
+        "_planned_step",
+        "_prompt_length",
+        "_sequence",
+        "_stash",
+        "_stop_ids",
+        "_swapped",
+        "_tokens",
+        "_was_trimmed",
+        "logprobs",
+        "prompt_logprobs",
+        "text",
     )  # fmt: skip
 
     def __init__(
@@ -136,6 +168,8 @@ class Request:
         self._batch: int | None = None
         self._num_preempted = 0
         self._num_cached = 0
+        self._num_recomputed = 0
+        self._lost_from = 0
         self._was_trimmed = False
         self._admitted_s: float | None = None
         self._first_token_s: float | None = None
@@ -254,6 +288,26 @@ class Request:
         return self._num_cached
 
     @property
+    def num_recomputed_tokens(self) -> int:
+        """Tokens computed again after preemptions: work that was lost."""
+        return self._num_recomputed
+
+    @property
+    def shares(self) -> bool:
+        """Whether it leaves its blocks for others."""
+        return self._options.reuse
+
+    @property
+    def takes_cached(self) -> bool:
+        """Whether it may use blocks of others: not when it asks for prompt log-probabilities, which must be computed."""
+        return self._options.reuse and self._params.prompt_logprobs is None
+
+    @property
+    def pin_s(self) -> float | None:
+        """For how many seconds its prompt's blocks are to be kept."""
+        return self._options.pin_s
+
+    @property
     def admitted_s(self) -> float | None:
         """Clock time of the first admission."""
         return self._admitted_s
@@ -319,15 +373,28 @@ class LiveRequest(Request):
         """Admitted or resumed; its blocks are there."""
         self._move(Phase.RUNNING)
         self._batch = step_number
+        self._num_recomputed += max(0, self._lost_from - self._computed)
+        self._lost_from = 0
         if self._admitted_s is None:
             self._admitted_s = now
 
-    def preempt(self) -> tuple[int, ...]:
-        """Give up every block and start over; returns the blocks."""
+    def preempt(self, keep: int, chain: BlockRef | None, block_size: int) -> tuple[int, ...]:
+        """Wait again and give up all blocks but the first `keep`; returns those given up. `chain`: what the last kept one is."""
         self._move(Phase.PREEMPTED)
         self._num_preempted += 1
         self._batch = None
-        return self.surrender()
+        self._lost_from = self._computed
+        return self.shorten(keep, chain, block_size)
+
+    def shorten(self, keep: int, chain: BlockRef | None, block_size: int) -> tuple[int, ...]:
+        """Keep the first `keep` blocks only; returns the others."""
+        if keep == 0:
+            return self.surrender()
+        given_up, self._block_table = self._block_table[keep:], self._block_table[:keep]
+        self._computed = min(self._computed, keep * block_size)
+        if self._num_chained > keep:
+            self.chain_to(chain, keep)
+        return given_up
 
     def swap_out(self, swapped: dict[int, int], num_blocks: int) -> None:
         """Wait with KV kept: `swapped` maps places among the first `num_blocks` of the table to blocks of swap space.
@@ -431,8 +498,7 @@ class LiveRequest(Request):
         return FinishReason.LENGTH if len(self._tokens) >= self._limit else None
 
     def mark_first_token(self, now: float) -> None:
-        if self._first_token_s is None:
-            self._first_token_s = now
+        self._first_token_s = now
 
     def _move(self, phase: Phase) -> None:
         assert phase in _MOVES[self._phase], f"{self!r} cannot become {phase.value}"

@@ -48,6 +48,8 @@ class PoolSettings(StrategySettings):
     """Memory for the pool, such as "2GiB"."""
     swap_memory: ByteSize = Field(default=ByteSize(0), ge=0)
     """Host memory for blocks that are swapped out."""
+    max_pinned: float = Field(default=0.5, ge=0, le=1)
+    """Largest share of the blocks that requests may pin."""
 
 
 def _slot_table(name: str) -> Any:

@@ -79,7 +79,7 @@ def serve(build: Build, assert_right: Callable[[Sequence[Handle]], list[Completi
 
 @pytest.fixture(scope="session")
 def plugin_with() -> Callable[..., object]:
-    """Make a plugin of one hook: `plugin_with("admit", lambda step, request: ...)`. A wrapper's function gets `answer` as well."""
+    """Make a plugin of one hook: `plugin_with("admit", lambda step, request: ...)`. A wrapper's function gets `answer`, too."""
 
     def make(hook: str, function: Callable[..., Any], *, name: str = "culprit", wrapper: bool = False) -> object:
         names = list(inspect.signature(getattr(Hooks, hook)).parameters)[1:]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from treadle.settings import Layers
 
 DEFAULT_FILE = "treadle.toml"
+PLUGIN_TABLES = frozenset({"plugins", "plugin", "blocked"})
 
 
 @click.group()
@@ -28,7 +28,7 @@ def config() -> None:
 @click.option("--force", is_flag=True, help="Overwrite FILE if it is there.")
 @common_options
 @click.pass_obj
-def init(common: Common, file: str, force: bool) -> None:
+def init(common: Common, /, file: str, force: bool) -> None:
     """Write a configuration FILE with every setting of the default strategies, to be edited.
 
     FILE is treadle.toml unless given; `-` is standard output.
@@ -53,7 +53,7 @@ def init(common: Common, file: str, force: bool) -> None:
 @click.argument("file", required=False, type=click.Path(dir_okay=False))
 @common_options
 @click.pass_obj
-def check(common: Common, file: str | None) -> None:
+def check(common: Common, /, file: str | None) -> None:
     """Resolve a configuration and build its plugins: prints ok, or every error.
 
     FILE is the file of --config or TREADLE_CONFIG, or treadle.toml, unless given. No model is loaded.
@@ -74,7 +74,7 @@ def check(common: Common, file: str | None) -> None:
 @config.command()
 @common_options
 @click.pass_obj
-def schema(common: Common) -> None:
+def schema(common: Common, /) -> None:
     """Print a JSON schema of the configuration, with the strategies of all installed packages."""
     from treadle.commands.schema import build
 
@@ -84,34 +84,31 @@ def schema(common: Common) -> None:
 
 def _problems(common: Common) -> list[TreadleError]:
     """The error of each part of a configuration that is wrong by itself."""
-    from treadle.settings import read_layers, resolve
+    from treadle.registry import SLOTS
+    from treadle.settings import read_layers
 
     try:
         layers = read_layers(common.config, common.all_overrides)
     except TreadleError as error:
         return [error]
-    problems: dict[str, TreadleError] = {}
-    for part in _parts(layers):
-        try:
-            resolve(part, common.registry)
-        except TreadleError as error:
-            problems.setdefault(str(error), error)
-    return list(problems.values())
-
-
-def _parts(layers: Layers) -> Iterator[Layers]:
-    """The settings of no slot, the plugins, then each slot with the plugins, which may bring its strategy."""
-    from treadle.registry import SLOTS
-    from treadle.settings import Layers
-
     slots = {slot.name for slot in SLOTS}
-    about_plugins = {"plugins", "plugin", "blocked"}
+    problems = _problems_of(layers, [frozenset(layers.values) - slots - PLUGIN_TABLES, PLUGIN_TABLES], common)
+    # a slot may be filled by a strategy that a plugin brings; when the plugins are wrong, each slot is checked for itself
+    plugins: frozenset[str] = frozenset() if problems else PLUGIN_TABLES
+    problems += _problems_of(layers, [plugins | {slot.name} for slot in SLOTS], common)
+    return problems
 
-    def part(names: set[str]) -> Layers:
-        values: dict[str, Any] = {name: value for name, value in layers.values.items() if name in names}
-        return Layers(values, {path: origin for path, origin in layers.origins.items() if path[0] in names})
 
-    yield part(set(layers.values) - slots - about_plugins)
-    yield part(about_plugins)
-    for slot in SLOTS:
-        yield part({slot.name} | about_plugins)
+def _problems_of(layers: Layers, parts: list[frozenset[str]], common: Common) -> list[TreadleError]:
+    """The errors of parts of a configuration, each part being some names of the top level."""
+    from treadle.settings import Layers, resolve
+
+    problems = []
+    for names in parts:
+        values = {name: value for name, value in layers.values.items() if name in names}
+        origins = {path: origin for path, origin in layers.origins.items() if path[0] in names}
+        try:
+            resolve(Layers(values, origins), common.registry)
+        except TreadleError as error:
+            problems.append(error)
+    return problems

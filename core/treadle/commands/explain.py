@@ -13,10 +13,10 @@ from treadle.cli import Common, common_options
 @click.option("--json", is_flag=True, help="Print one JSON object.")
 @common_options
 @click.pass_obj
-def explain(common: Common, json: bool) -> None:
-    """Show the resolved stack: strategies, settings with their origins, and who answers each hook.
+def explain(common: Common, /, json: bool) -> None:
+    """Show what the configuration resolves to.
 
-    No model is loaded.
+    Per slot the strategy, its package, and each setting with its origin; per hook who answers, in call order. No model is loaded.
     """
     from treadle.explain import as_text, describe
 

@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 @click.option("--json", is_flag=True, help="Print one JSON array.")
 @common_options
 @click.pass_obj
-def plugins(common: Common, json: bool) -> None:
-    """List the strategies, plugins and commands that installed packages offer.
+def plugins(common: Common, /, json: bool) -> None:
+    """List what installed packages offer.
 
-    Nothing is imported, so this works while a package is broken.
+    Strategies of each slot, plugins and commands, with their packages. Nothing is imported, so this works
+    while a package is broken.
     """
     offers = list_offers(common.registry)
     click.echo(json_.dumps(offers, indent=2) if json else as_text(offers))

@@ -18,6 +18,11 @@ class QueueLimitSettings(StrategySettings):
     """From this many waiting requests on, long prompts are trimmed."""
     trim_to_tokens: int = Field(512, ge=1)
     """What a trimmed prompt keeps: its last tokens."""
+    refuse_long_above: int | None = Field(None, ge=0)
+    """From this many waiting requests on, prompts longer than `trim_to_tokens` are refused rather than trimmed."""
+    non_core: dict[str, str] = Field(default_factory=dict)
+    """Labels that mark traffic as non-core, such as {lane = "bulk"}: only its prompts are trimmed or refused for their length.
+    Empty means all traffic."""
     max_wait_s: float | None = Field(None, gt=0)
     """Refuse when the queue, at the rate of admissions seen so far, would take longer than this."""
     retry_after_s: float = Field(1.0, ge=0)
@@ -57,11 +62,19 @@ class QueueLimit:
             return self._refuse(
                 f"the queue takes about {self._expected_wait_s(load):.1f} s, and accept.max_wait_s is {limits.max_wait_s:g}"
             )
-        if (
-            limits.trim_above is not None
-            and load.num_waiting >= limits.trim_above
-            and request.prompt_length > limits.trim_to_tokens
-        ):
+        return self._by_length(request, load)
+
+    def _by_length(self, request: Request, load: Load) -> Accept | Trim | Refuse:
+        limits = self._settings
+        is_core = any(request.labels.get(name) != value for name, value in limits.non_core.items())
+        if is_core or request.prompt_length <= limits.trim_to_tokens:
+            return Accept()
+        if limits.refuse_long_above is not None and load.num_waiting >= limits.refuse_long_above:
+            return self._refuse(
+                f"{load.num_waiting} requests wait, and prompts above accept.trim_to_tokens={limits.trim_to_tokens} are refused "
+                f"from accept.refuse_long_above={limits.refuse_long_above} on"
+            )
+        if limits.trim_above is not None and load.num_waiting >= limits.trim_above:
             return Trim(limits.trim_to_tokens)
         return Accept()
 

@@ -40,6 +40,12 @@ class WaitingQueue:
             self._heap = list(self._entries.values())
             heapq.heapify(self._heap)
 
+    def first(self) -> Request | None:
+        """The first request, or None."""
+        while self._heap and self._entries.get(self._heap[0][2].id) is not self._heap[0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
     def __iter__(self) -> Iterator[Request]:
         """First to last; requests may leave while it is read."""
         passed: list[Entry] = []

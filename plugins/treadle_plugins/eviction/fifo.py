@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treadle import hookimpl
+from treadle import Step, hookimpl
 from treadle_plugins.eviction.ranked import RankedEviction
 
 
@@ -16,7 +16,7 @@ class Fifo(RankedEviction):
         self._filled_at: dict[int, int] = {}
         self._num_filled = 0
 
-    def rank(self, block_id: int) -> int:
+    def rank(self, step: Step, block_id: int) -> float:  # noqa: ARG002  # the signature of the base
         """When it was indexed."""
         return self._filled_at[block_id]
 

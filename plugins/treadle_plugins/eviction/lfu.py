@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from treadle import hookimpl
+from treadle import Step, hookimpl
 from treadle_plugins.eviction.ranked import RankedEviction
 
 
@@ -16,7 +16,7 @@ class Lfu(RankedEviction):
         super().__init__()
         self._uses: Counter[int] = Counter()
 
-    def rank(self, block_id: int) -> int:
+    def rank(self, step: Step, block_id: int) -> float:  # noqa: ARG002  # the signature of the base
         """Times that it was matched."""
         return self._uses[block_id]
 

@@ -13,12 +13,12 @@ class RankedEviction(ABC):
     """An evict strategy that needs to say only what a block's rank is."""
 
     def __init__(self) -> None:
-        self._entry_of: dict[int, tuple[int, int, int]] = {}
-        self._heap: list[tuple[int, int, int]] = []
+        self._entry_of: dict[int, tuple[float, int, int]] = {}
+        self._heap: list[tuple[float, int, int]] = []
         self._num_cached = 0
 
     @abstractmethod
-    def rank(self, block_id: int) -> int:
+    def rank(self, step: Step, block_id: int) -> float:
         """Lower goes first; of equal ones, the one that became unused first."""
 
     @hookimpl
@@ -38,11 +38,11 @@ class RankedEviction(ABC):
         return chosen
 
     @hookimpl
-    def blocks_cached(self, block_ids: Sequence[int]) -> None:
+    def blocks_cached(self, step: Step, block_ids: Sequence[int]) -> None:
         """Unused from now on."""
         for block_id in block_ids:
             self._num_cached += 1
-            entry = (self.rank(block_id), self._num_cached, block_id)
+            entry = (self.rank(step, block_id), self._num_cached, block_id)
             self._entry_of[block_id] = entry
             heapq.heappush(self._heap, entry)
 
@@ -55,6 +55,11 @@ class RankedEviction(ABC):
     def blocks_evicted(self, block_ids: Sequence[int]) -> None:
         """Gone."""
         self._discard(block_ids)
+
+    def rank_of(self, block_id: int) -> float:
+        """The rank that a block was cached with; 0 when it is not cached."""
+        entry = self._entry_of.get(block_id)
+        return entry[0] if entry is not None else 0.0
 
     def _discard(self, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:

@@ -3,8 +3,8 @@
 Each request gets a turn, a clock time, when it is queued, and the earliest turn comes first:
 
     turn = the latest of  its arrival,
-                          the turn of whoever started last,
-                          its tenant's previous turn + turn_s
+                          the latest turn that has started,
+                          the turn of the request before it + turn_s, if its tenant has any that wait
            but no later than its arrival + max_delay_s
 
 Tenant a posts four requests and tenant b two, a moment later; turn_s is 1:
@@ -20,10 +20,10 @@ request that arrives more than max_delay_s after it.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator
 
 from pydantic import Field
-
 from treadle import Request, StashKey, StrategySettings, hookimpl
 
 TURN: StashKey[float] = StashKey()
@@ -50,18 +50,19 @@ class RoundRobin:
         self._settings = settings
         self._heap: list[Entry] = []
         self._waiting: dict[str, Entry] = {}
-        self._latest_turn: dict[str, float] = {}
+        self._num_waiting: Counter[str] = Counter()
+        self._last_turn: dict[str, float] = {}
         self._started_turn = 0.0
 
     @hookimpl
     def request_queued(self, request: Request) -> None:
         """It gets its turn."""
+        tenant = self._tenant(request)
         turn = max(request.arrival_s, self._started_turn)
-        tenant = request.labels.get(self._settings.label, "")
-        if tenant in self._latest_turn:
-            turn = max(turn, self._latest_turn[tenant] + self._settings.turn_s)
+        if tenant in self._last_turn:
+            turn = max(turn, self._last_turn[tenant] + self._settings.turn_s)
         turn = min(turn, request.arrival_s + self._settings.max_delay_s)
-        self._latest_turn[tenant] = turn
+        self._last_turn[tenant] = turn
         request.stash[TURN] = turn
         self._add(request)
 
@@ -72,22 +73,20 @@ class RoundRobin:
 
     @hookimpl
     def request_admitted(self, request: Request) -> None:
-        """Turns before this one are over."""
-        del self._waiting[request.id]
+        """Whoever is queued from now on gets no turn before this one."""
         self._started_turn = max(self._started_turn, request.stash[TURN])
-        past_s = self._started_turn - self._settings.turn_s
-        # a tenant whose next turn has come anyway needs no memory; there may be any number of tenants
-        self._latest_turn = {tenant: turn for tenant, turn in self._latest_turn.items() if turn > past_s}
+        self._remove(request)
 
     @hookimpl
     def request_resumed(self, request: Request) -> None:
         """It waits no more."""
-        del self._waiting[request.id]
+        self._remove(request)
 
     @hookimpl
     def request_finished(self, request: Request) -> None:
         """It waits no more, if it did."""
-        self._waiting.pop(request.id, None)
+        if request.id in self._waiting:
+            self._remove(request)
 
     @hookimpl
     def order(self) -> Iterator[Request]:
@@ -103,7 +102,21 @@ class RoundRobin:
             for entry in passed:
                 heapq.heappush(self._heap, entry)
 
+    def _tenant(self, request: Request) -> str:
+        return request.labels.get(self._settings.label, "")
+
     def _add(self, request: Request) -> None:
         entry = (request.stash[TURN], request.sequence, request)
         self._waiting[request.id] = entry
+        self._num_waiting[self._tenant(request)] += 1
         heapq.heappush(self._heap, entry)
+
+    def _remove(self, request: Request) -> None:
+        """Its entry stays in the heap until it comes up."""
+        del self._waiting[request.id]
+        tenant = self._tenant(request)
+        self._num_waiting[tenant] -= 1
+        if not self._num_waiting[tenant]:
+            # nobody of this tenant waits: it starts anew, and costs no memory
+            del self._num_waiting[tenant]
+            self._last_turn.pop(tenant, None)

@@ -6,12 +6,10 @@ question on by answering None.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 
 from pydantic import Field, PositiveInt
-
-from treadle import Admission, Request, Step, StrategySettings, hookimpl
+from treadle import Admission, Request, StrategySettings, hookimpl
 
 
 class TenantLimitSettings(StrategySettings):
@@ -33,7 +31,7 @@ class TenantLimit:
     def __init__(self, settings: TenantLimitSettings) -> None:
         self._settings = settings
         # kept through what the plugin is told, so that a question costs the same however many run
-        self._running: defaultdict[str, set[str]] = defaultdict(set)
+        self._running: dict[str, set[str]] = {}
 
     @hookimpl
     def admit(self, request: Request) -> Admission | None:
@@ -67,11 +65,12 @@ class TenantLimit:
     def _add(self, request: Request) -> None:
         tenant = request.labels.get(self._settings.label)
         if tenant is not None:
-            self._running[tenant].add(request.id)
+            self._running.setdefault(tenant, set()).add(request.id)
 
     def _discard(self, request: Request) -> None:
         tenant = request.labels.get(self._settings.label)
-        if tenant in self._running:
-            self._running[tenant].discard(request.id)
-            if not self._running[tenant]:
-                del self._running[tenant]
+        if tenant is None or tenant not in self._running:
+            return
+        self._running[tenant].discard(request.id)
+        if not self._running[tenant]:
+            del self._running[tenant]

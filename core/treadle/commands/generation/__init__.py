@@ -1,0 +1,1 @@
+"""What `treadle generate` does, imported when it runs: reading, stepping, writing."""
