@@ -1,19 +1,22 @@
 """The command line: options that every command takes, and commands that packages and plugins bring.
 
-An entry point `command.NAME` of the group `treadle` is a `click.Command`. Its module is imported when the command is used and for
-`treadle --help`, so it imports what is slow inside its functions. A command decorated with `common_options` takes the options
-of the group behind its name as well; `click.pass_obj` hands it a `Common`, from which it gets the settings.
+An entry point `command.NAME` of the group `treadle` names a `click.Command`, whose module is imported when the command is used. A
+command decorated with `common_options` takes the options of the group behind its name as well; `click.pass_obj` hands it a
+`Common`, from which it gets the settings.
 """
 
 from __future__ import annotations
 
+import ast
 import errno
+import importlib.util
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -224,10 +227,28 @@ def _checked(command: Any, what: str) -> click.Command:
 
 
 def _summary(common: Common, name: str) -> str:
+    """What a command says of itself. Read from its source, since importing all commands to list them could take seconds."""
     try:
-        return _load(common.registry.find("command", name, "the command line")).get_short_help_str(80)
+        offer = common.registry.find("command", name, "the command line")
+        return _docstring(offer.source) or _load(offer).get_short_help_str(80)
     except TreadleError as error:
         return f"(cannot be loaded: {error})"
+
+
+def _docstring(source: str) -> str | None:
+    """The first line of the docstring of a function, given as `module:function`; None when that takes an import."""
+    module, _, function = source.partition(":")
+    try:
+        spec = importlib.util.find_spec(module) if module else None
+        if spec is None or spec.origin is None:
+            return None
+        tree = ast.parse(Path(spec.origin).read_bytes())
+    except (ImportError, OSError, SyntaxError, ValueError):
+        return None  # importing it will say what is wrong
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function:
+            return (ast.get_docstring(node) or "").partition("\n")[0] or None
+    return None
 
 
 def _value_of(option: str, args: Sequence[str]) -> str | None:

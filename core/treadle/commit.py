@@ -70,7 +70,9 @@ class Committer:
     def _wrong(self, place: int, work: Work, outcome: Outcome) -> Exception | None:
         if outcome.errors and place in outcome.errors:
             return ExecutionError(f"request {work.request_id}: {outcome.errors[place]}")
-        tokens = outcome.tokens[place]
+        tokens: object = outcome.tokens[place]
+        if not isinstance(tokens, (tuple, list)):
+            return self._breach("an Outcome has an entry for each work", tokens)
         if work.sampling is None:
             return self._breach("a work that is not sampled brings no token", tokens) if tokens else None
         if not 1 <= len(tokens) <= 1 + work.num_drafted:
@@ -81,7 +83,7 @@ class Committer:
         return None
 
     def _breach(self, rule: str, got: object) -> PluginContractError:
-        return PluginContractError(self._decisions.executor_author(), "execute", rule, got)
+        return PluginContractError(self._decisions.author("execute"), "execute", rule, got)
 
     # --- ends -----------------------------------------------------------------------------------------------------------------
 

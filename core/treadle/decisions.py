@@ -5,8 +5,9 @@ Nothing here changes the books. A broken rule raises PluginContractError with th
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from typing import Any, NoReturn
+import math
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any, NoReturn, TypeGuard
 
 from treadle.blocks import BlockPool
 from treadle.contracts import (
@@ -49,6 +50,12 @@ class Decisions:
 
     def _breach(self, hook: str, rule: str, got: object) -> NoReturn:
         raise PluginContractError(self._manager.author(hook), hook, rule, got)
+
+    def _blame(self, hook: str, error: Exception) -> NoReturn:
+        """Raise what a plugin raised while its answer was used as that plugin's."""
+        if isinstance(error, PluginError):
+            raise error
+        raise PluginError(self._manager.author(hook), hook, f"{type(error).__name__}: {error}") from error
 
     # --- start-up -------------------------------------------------------------------------------------------------------------
 
@@ -102,16 +109,14 @@ class Decisions:
         """Read a plugin's iterator; what goes wrong in it is the plugin's."""
         try:
             yield from answer
-        except PluginError:
-            raise
-        except Exception as error:
-            raise PluginError(self._manager.author("order"), "order", f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # as above
+            self._blame("order", error)
 
     def gate(self, step: Step) -> Open | NotBefore:
         answer: object = self._hook.gate(step=step)
         if answer is None:
             return Open()
-        if not isinstance(answer, (Open, NotBefore)):
+        if not _is_open(answer) and not _is_not_before(answer):
             self._breach("gate", "answers Open, NotBefore or None", answer)
         closed = answer.time_s <= step.now if isinstance(answer, NotBefore) else answer.most == 0
         if closed and step.num_running == 0:
@@ -122,13 +127,18 @@ class Decisions:
         answer: object = self._hook.admit(step=step, request=request)
         if answer is None:
             return Admission.START
-        if not isinstance(answer, (Admission, NotBefore)):
+        if not isinstance(answer, Admission) and not _is_not_before(answer):
             self._breach("admit", "answers an Admission, NotBefore or None", answer)
         return answer
 
-    def held_back(self, answer: object) -> NoReturn:
+    def held_back(self, author: str, answer: object) -> NoReturn:
         """Nothing runs, and a request is held back for no stated time."""
-        self._breach("admit", "does not hold a request back without a time while nothing runs", answer)
+        rule = "does not hold a request back without a time while nothing runs"
+        raise PluginContractError(author, "admit", rule, answer)
+
+    def author(self, hook: str) -> str:
+        """The plugin that answered last."""
+        return self._manager.author(hook)
 
     def nobody_ordered(self) -> NoReturn:
         """Nothing runs, requests wait, and `order` yielded none."""
@@ -140,17 +150,18 @@ class Decisions:
         answer: object = self._hook.budget(step=step)
         if answer is None:
             return Unlimited()
-        if not isinstance(answer, Budget):
-            self._breach("budget", "answers a Budget or None", answer)
-        return answer
+        try:
+            if isinstance(answer, Budget) and isinstance(answer.may_shrink, bool):
+                return answer
+        except Exception as error:  # a property of the plugin's may raise anything
+            self._blame("budget", error)
+        self._breach("budget", "answers a Budget or None", answer)
 
     def take(self, budget: Budget, request: Request, wanted: int) -> int:
         try:
             granted: object = budget.take(request, wanted)
-        except PluginError:
-            raise
-        except Exception as error:
-            raise PluginError(self._manager.author("budget"), "budget", f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # whatever a plugin raises is named as the plugin's
+            self._blame("budget", error)
         if not (isinstance(granted, int) and not isinstance(granted, bool) and 0 <= granted <= wanted):
             self._breach("budget", "take grants a whole number of 0 to wanted tokens", granted)
         return granted
@@ -174,17 +185,13 @@ class Decisions:
     def match_prefix(self, step: Step, request: LiveRequest, pool: BlockPool) -> tuple[int, ...]:
         """Blocks to use behind those that the request has computed already: nominated, and what they are taken for."""
         answer = self._hook.match_prefix(step=step, request=request)
-        if not answer:
+        if answer is None:
             return ()
         most = (request.num_tokens - 1) // pool.block_size
         nominated = self._block_ids("match_prefix", answer, "answers ids of blocks of the pool, each once", pool)
         if len(nominated) > most:
             self._breach("match_prefix", "answers at most floor((known tokens - 1) / block size) blocks", answer)
         return _verified(nominated, request, pool)
-
-    def executor_author(self) -> str:
-        """Who made the executor."""
-        return self._manager.author("execute")
 
     def allocate(self, step: Step, request: Request, num_blocks: int, pool: BlockPool) -> tuple[int, ...] | None:
         answer = self._hook.allocate(step=step, request=request, num_blocks=num_blocks)
@@ -204,7 +211,7 @@ class Decisions:
 
     def evict(self, step: Step, num_blocks: int, pool: BlockPool) -> tuple[int, ...]:
         answer = self._hook.evict(step=step, num_blocks=num_blocks)
-        if not answer:
+        if answer is None:
             return ()
         rule = "answers ids of cached blocks that are not pinned, each once"
         block_ids = self._block_ids("evict", answer, rule, pool)
@@ -240,10 +247,12 @@ class Decisions:
     # --- shapes ---------------------------------------------------------------------------------------------------------------
 
     def _ids(self, hook: str, answer: Any, rule: str) -> tuple[int, ...]:
+        if not isinstance(answer, Iterable):
+            self._breach(hook, rule, answer)
         try:
             ids = tuple(answer)
-        except TypeError:
-            self._breach(hook, rule, answer)
+        except Exception as error:  # a lazy answer of the plugin's may raise anything
+            self._blame(hook, error)
         if not all(map(_is_whole, ids)):
             self._breach(hook, rule, answer)
         return ids
@@ -253,6 +262,17 @@ class Decisions:
         if len(set(ids)) != len(ids) or not all(0 <= block_id < pool.num_blocks for block_id in ids):
             self._breach(hook, rule, answer)
         return ids
+
+
+def _is_open(answer: object) -> TypeGuard[Open]:
+    return isinstance(answer, Open) and (answer.most is None or (_is_whole(answer.most) and answer.most >= 0))
+
+
+def _is_not_before(answer: object) -> TypeGuard[NotBefore]:
+    if not isinstance(answer, NotBefore):
+        return False
+    time_s: object = answer.time_s
+    return isinstance(time_s, (int, float)) and not math.isnan(time_s)
 
 
 def _is_whole(value: object) -> bool:

@@ -385,6 +385,11 @@ class Hooks:
 
         Rules:
             - answers an Executor
+            - run returns an Outcome
+            - an Outcome has an entry for each work
+            - a work that is not sampled brings no token
+            - a sampled work brings 1 token, and at most 1 for each drafted one
+            - tokens are ids of the model's vocabulary
 
         Cost: once.
 

@@ -284,7 +284,7 @@ class Planner:
             self._wake(gate.time_s)
             return
         num_started, num_seen = 0, 0
-        held_back: tuple[LiveRequest, Admission] | None = None
+        held_back: tuple[LiveRequest, Admission, str] | None = None
         with closing(self._decisions.order(step)) as order:
             for request in order:
                 if num_started == gate.most:
@@ -298,7 +298,7 @@ class Planner:
                         break
                     num_started += 1
                 elif answer is not None:
-                    held_back = held_back or (request, answer)
+                    held_back = held_back or (request, answer, self._decisions.author("admit"))
                     if answer is Admission.STOP:
                         break
         if not self._books.running and self._books.waiting and self.wake_s is None:
@@ -366,11 +366,11 @@ class Planner:
     def _wake(self, time_s: float) -> None:
         self.wake_s = time_s if self.wake_s is None else min(self.wake_s, time_s)
 
-    def _explain_idleness(self, step: Step, num_seen: int, held_back: tuple[LiveRequest, Admission] | None) -> None:
+    def _explain_idleness(self, step: Step, num_seen: int, held_back: tuple[LiveRequest, Admission, str] | None) -> None:
         """Nothing runs though requests wait, and nobody said until when: somebody broke a rule."""
         if held_back is not None:
-            request, answer = held_back
-            self._for_one(step, request, lambda *_: self._decisions.held_back(answer))
+            request, answer, author = held_back
+            self._for_one(step, request, lambda *_: self._decisions.held_back(author, answer))
         elif self._asked is not None and not self._granted_any:
             self._for_one(step, self._asked, lambda *_: self._decisions.nothing_granted())
         elif num_seen == 0:

@@ -15,6 +15,7 @@ from treadle.logs import get_logger
 from treadle.registry import SLOT, SLOTS
 from treadle.settings import Choice, Settings
 
+log = get_logger(__name__)
 REUSE_TRAIT = "prefix_reuse"
 MARK = "treadle_impl"
 """The attribute that `hookimpl` sets on a function."""
@@ -37,8 +38,16 @@ class Ledger:
         """Whether this is the answer that was recorded last."""
         return self._answers.get(hook) is answer
 
+    def note(self, plugin: str, hook: str, error: Exception) -> None:
+        """A plugin raised when it was told something."""
+        failure = error if isinstance(error, PluginError) else PluginError(plugin, hook, f"{type(error).__name__}: {error}")
+        if failure is not error:
+            failure.__cause__ = error
+        self.failures.append(failure)
+        log.error("plugin_failed", plugin=plugin, hook=hook, error=str(error))
+
     def author(self, hook: str) -> str:
-        """The plugin whose answer stood last."""
+        """The plugin whose answer stood last, or who was asked last when nobody answered."""
         return self._names.get(hook, "core")
 
 
@@ -136,7 +145,8 @@ class PluginManager:
         for hook in self._hook_callers():
             firstresult = bool(hook.spec and hook.spec.opts["firstresult"])
             for impl in hook.get_hookimpls():
-                guard = _guard_wrapper if impl.wrapper else _guard_decision if firstresult else _guard_tell
+                decides = (_guard_decision, _guard_wrapper)
+                guard = (decides if firstresult else (_guard_tell, _guard_tell_wrapper))[impl.wrapper]
                 # pluggy has no public place to put code around one implementation
                 impl.function = guard(impl.function, hook.name, impl.plugin_name, self.ledger)  # type: ignore[misc]
 
@@ -197,8 +207,8 @@ def _guard_decision(function: Callable[..., Any], hook: str, plugin: str, ledger
             answer = function(*arguments)
         except Exception as error:  # whatever a plugin raises is named as the plugin's
             _raise_named(error, plugin, hook)
-        if answer is not None:
-            ledger.record(hook, plugin, answer)
+        # None too: when nobody answers, the last one asked is answerable
+        ledger.record(hook, plugin, answer)
         return answer
 
     return guarded
@@ -210,7 +220,7 @@ def _guard_wrapper(function: Callable[..., Any], hook: str, plugin: str, ledger:
             answer = yield from function(*arguments)
         except Exception as error:  # as above
             _raise_named(error, plugin, hook)
-        if answer is not None and not ledger.has(hook, answer):
+        if not ledger.has(hook, answer):
             ledger.record(hook, plugin, answer)
         return answer
 
@@ -224,10 +234,26 @@ def _guard_tell(function: Callable[..., Any], hook: str, plugin: str, ledger: Le
             if answer is not None:
                 raise PluginContractError(plugin, hook, "returns nothing", answer)
         except Exception as error:  # the others must hear of it too; the engine looks at the ledger afterwards
-            failure = error if isinstance(error, PluginError) else PluginError(plugin, hook, f"{type(error).__name__}: {error}")
-            if failure is not error:
-                failure.__cause__ = error
-            ledger.failures.append(failure)
-            get_logger(__name__).error("plugin_failed", plugin=plugin, hook=hook, error=str(error))
+            ledger.note(plugin, hook, error)
+
+    return guarded
+
+
+def _guard_tell_wrapper(function: Callable[..., Any], hook: str, plugin: str, ledger: Ledger) -> Callable[..., Any]:
+    def guarded(*arguments: Any) -> Generator[None, Any, Any]:
+        wrapper = function(*arguments)
+        try:
+            next(wrapper)
+        except Exception as error:  # as above
+            ledger.note(plugin, hook, error)
+            return (yield)
+        answers = yield
+        try:
+            wrapper.send(answers)
+        except StopIteration:
+            pass
+        except Exception as error:  # as above
+            ledger.note(plugin, hook, error)
+        return answers
 
     return guarded

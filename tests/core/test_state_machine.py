@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -35,6 +36,10 @@ def small(most: int) -> st.SearchStrategy[int]:
     return st.integers(1, most)
 
 
+VICTIM: dict[str, st.SearchStrategy[Any]] = {
+    "victim": st.sampled_from(["last_admitted", "lowest_priority", "fewest_tokens_lost", "most_blocks_freed"]),
+    "partial": st.booleans(),
+}
 SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "accept.queue_limit": {
         "max_waiting": st.sampled_from([2, 500]),
@@ -58,9 +63,20 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "max_decode_tokens": st.none() | small(3),
     },
     "budget.whole_prompt": {"max_tokens": st.sampled_from([1, 20, 4096])},
+    "budget.adaptive": {
+        "tpot_ms": st.sampled_from([0.5, 50.0]),
+        "max_prefill_tokens": st.sampled_from([16, 40]),
+        "min_prefill_tokens": small(16),
+        "max_batch_size": small(6),
+    },
+    "order.length_bucket": {"limits": st.just([16, 32]), "min_batch": small(3), "wait_ms": st.sampled_from([0.0, 3.0])},
+    "order.prefix_affinity": {"prefix_tokens": st.sampled_from([1, 16]), "max_delay_s": st.sampled_from([0.01, 5.0])},
+    "order.deadline": {"bulk_target_ms": st.sampled_from([10.0, 1000.0]), "max_bulk_running": st.none() | small(2)},
     "allocate.coalescing": {"run_blocks": small(4)},
     "allocate.contiguous": {"reserve": st.sampled_from(["max_tokens", "model_length"])},
-    "preempt.recompute": {"victim": st.sampled_from(["last_admitted", "lowest_priority"])},
+    "preempt.recompute": VICTIM,
+    "preempt.swap": VICTIM,
+    "preempt.auto": {**VICTIM, "copy_us": st.sampled_from([1.0, 200.0, 1e6])},
 }
 """Settings to draw from; strategies that are not named here are used as they come."""
 
@@ -170,7 +186,8 @@ class Fate:
     oversized: bool = False
     may_fail: bool = False
     cancelled: bool = False
-    steps_seen: int = field(default=0)
+    expected: tuple[int, tuple[int, ...]] | None = None
+    """What it must generate, for a prompt of this length: it may be trimmed."""
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -190,16 +207,22 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor = UnsteadyExecutor(
             vocab_size=VOCAB, max_length=300, eos_token_ids=setup.eos, num_swap_blocks=setup.num_swap_blocks
         )
-        refused = setup.slots["allocate"]["strategy"] == "contiguous" and setup.slots["prefix"]["strategy"] != "none"
-        try:
-            self.engine = self._make(setup)
-        except ConfigError as error:
-            assert refused, error
-            assert "'none'" in str(error), error
-            setup.slots["prefix"] = {"strategy": "none"}
-            self.engine = self._make(setup)
-        else:
-            assert not refused, "contiguous allocation must refuse prefix reuse"
+        ways_out = self._ways_out(setup)
+        for slot, name in ways_out.items():
+            with pytest.raises(ConfigError, match=f"'{name}'"):
+                self._make(setup)
+            setup.slots[slot] = {"strategy": name}
+        self.engine = self._make(setup)
+
+    def _ways_out(self, setup: Setup) -> dict[str, str]:
+        """Strategies that have to be replaced before the engine starts, in the order in which it complains."""
+        names = {slot: table["strategy"] for slot, table in setup.slots.items()}
+        ways_out = {}
+        if names["allocate"] == "contiguous" and names["prefix"] != "none":
+            ways_out["prefix"] = "none"
+        if names["preempt"] == "swap" and not setup.num_swap_blocks:
+            ways_out["preempt"] = "recompute"
+        return ways_out
 
     def _make(self, setup: Setup) -> Engine:
         plugins = [PLUGINS[name](setup) for name in setup.plugins]
@@ -231,6 +254,9 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         timeout_s=st.sampled_from([None, None, None, 0.004, 0.05]),
         cache_salt=st.sampled_from([None, None, "salt"]),
+        labels=st.sampled_from([{}, {"lane": "interactive"}, {"ttft_ms": "2"}]),
+        reuse=st.sampled_from([True, True, True, False]),
+        pin_s=st.sampled_from([None, None, None, 0.02]),
     )
     def submit(
         self, prefix: tuple[int, ...], num_shared: int, tail: list[int], params: dict[str, Any], n: int, **options: Any
@@ -345,11 +371,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _expected(self, fate: Fate) -> tuple[int, ...]:
         request = fate.handle.request
-        cached: tuple[int, tuple[int, ...]] | None = getattr(fate, "expected", None)
-        if cached is None or cached[0] != request.prompt_length:
-            cached = request.prompt_length, right_tokens(fate.handle, self.executor.model, self._num_places())
-            fate.expected = cached  # type: ignore[attr-defined]  # computed once
-        return cached[1]
+        if fate.expected is None or fate.expected[0] != request.prompt_length:
+            fate.expected = request.prompt_length, right_tokens(fate.handle, self.executor.model, self._num_places())
+        return fate.expected[1]
 
 
 EngineMachine.TestCase.settings = settings(max_examples=settings().max_examples)

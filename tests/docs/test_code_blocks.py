@@ -5,7 +5,7 @@
 | python | run, top to bottom, in one namespace for each page |
 | toml | read as TOML; as a configuration of Treadle when it is a `code-block` or begins with `# treadle.toml` |
 | json | parsed |
-| console, bash | lines `$ treadle ...` are run (in bash without the `$`); there may be no other commands |
+| console, bash | lines `$ treadle ...` are run (in bash without the `$`), with `NAME=value` in front or not; no others may stand there |
 | text | nothing: it is output or a picture |
 
 A page's blocks share one empty folder. A block that begins with a comment such as `# my_plugin.py` is also saved there
@@ -42,6 +42,7 @@ FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}|:{3,}) *(?P<info>[^`]*
 REASON = re.compile(r"<!-- *not run: *(\S.*?) *-->")
 SAVED_AS = re.compile(r"# *([\w./-]+\.(?:toml|py|json|jsonl))$")
 CODE_DIRECTIVES = ("{code-block}", "{code}", "{sourcecode}")
+VARIABLES = re.compile(r"(?:[A-Z_]+=(?:'[^']*'|[^\s']*) +)*")
 LONGEST_S = 240
 
 
@@ -132,7 +133,7 @@ def commands_of(block: Block) -> list[str]:
         elif block.language != "console" and line.strip() and not line.startswith("#"):
             commands.append(line.strip())
     for command in commands:
-        if command.split()[0] != "treadle":
+        if VARIABLES.sub("", command, count=1).split()[0] != "treadle":
             raise BlockError(block, f"{command!r} is not run; only `treadle` is. Excuse it with <!-- not run: why -->")
     if not commands:
         raise BlockError(block, "there is no line '$ treadle ...' to run; output alone is a `text` block")
@@ -210,7 +211,8 @@ class Runner:
         shim = self._folder / ".bin" / "treadle"
         if not shim.exists():
             shim.parent.mkdir()
-            run = "import sys; from treadle.cli import main; sys.exit(main())"
+            # as for an installed script, the current folder is not on the path
+            run = "import sys; sys.path.remove(''); from treadle.cli import main; sys.exit(main())"
             shim.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(run)} "$@"\n')
             shim.chmod(0o755)
         return shim.parent
@@ -354,9 +356,7 @@ def test_toml_that_is_no_toml_fails(tmp_path: Path) -> None:
 def test_a_marked_configuration_is_validated(opening: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setitem(globals(), "check_config", lambda path: seen.append(path.read_text()))
-    run(
-        f'{opening}model = "x"\n```\n\n```toml\n# pyproject.toml\n[project]\n```\n\n```toml\nother = 1\n```\n', tmp_path
-    )
+    run(f'{opening}model = "x"\n```\n\n```toml\n# pyproject.toml\n[project]\n```\n\n```toml\nother = 1\n```\n', tmp_path)
     assert len(seen) == 1
     assert 'model = "x"' in seen[0]
 
@@ -369,6 +369,13 @@ def test_a_wrong_configuration_fails(tmp_path: Path) -> None:
 def test_commands_may_continue_and_have_output() -> None:
     block = Block("page.md", 1, "console", "$ treadle generate \\\n>   --max-tokens 3 'a'\nParis\n$ treadle explain\n")
     assert commands_of(block) == ["treadle generate   --max-tokens 3 'a'", "treadle explain"]
+
+
+def test_commands_may_have_variables_in_front() -> None:
+    text = "$ A=1 TREADLE_PLUGINS='[\"a b\"]' treadle explain\n$ PYTHONPATH=. treadle explain\n"
+    assert len(commands_of(Block("page.md", 1, "console", text))) == 2
+    with pytest.raises(BlockError, match="pip"):
+        commands_of(Block("page.md", 1, "console", "$ A=1 pip install treadle\n"))
 
 
 def test_the_page_list_holds_the_readme_and_the_documentation() -> None:

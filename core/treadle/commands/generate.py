@@ -49,9 +49,10 @@ Positive = click.IntRange(min=1)
 @common_options
 @click.pass_obj
 def generate(common: Common, /, prompts: tuple[str, ...], **options: Any) -> None:
-    """Complete prompts from arguments, files or standard input (`-`, or a pipe when there is no other prompt).
+    """Complete prompts.
 
-    One prompt: its text is streamed. Several, -n or --jsonl: one JSON object a completion, in the order of the prompts.
+    Prompts come from arguments, from files, and from standard input (`-`, or a pipe when there is no other prompt). One prompt:
+    its text is streamed. Several, -n or --jsonl: one JSON object a completion, in the order of the prompts.
 
     With --jsonl a request is an object with "prompt" (text), "tokens" (ids) or "messages" (a list of role and content), and
     maybe "id", "n", "priority", "timeout_s", "cache_salt", "labels" and any sampling parameter, over the options given here. A

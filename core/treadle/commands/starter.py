@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
@@ -30,7 +30,7 @@ def starter(registry: Registry) -> str:
 
 
 def _slot(slot: Slot, registry: Registry) -> Iterator[str]:
-    yield f"# Strategies: {', '.join(registry.names(slot.name))}. {_purpose(slot)}"
+    yield f"# Strategies: {', '.join(registry.names(slot.name))}. {_purpose(slot)}".rstrip()
     yield f"[{slot.name}]"
     yield f"strategy = {toml(slot.default)}"
     model = getattr(registry.find(slot.name, slot.default, "default").load(), "Settings", None)
@@ -68,6 +68,8 @@ def _settings(values: BaseModel, path: tuple[str, ...] = (), skip: Iterable[str]
 def _comment(field: FieldInfo) -> Iterator[str]:
     for line in (field.description or "").splitlines():
         yield f"# {line}".rstrip()
+    if get_origin(field.annotation) is Literal:
+        yield f"# One of {', '.join(toml(choice) for choice in get_args(field.annotation))}."
 
 
 def toml(value: Any) -> str:

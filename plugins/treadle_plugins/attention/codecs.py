@@ -1,7 +1,7 @@
 """Arithmetic of the `linear` scheme: rows of a head's K or V to codes of a few bits, and back.
 
-All of it is float32, element by element or over one row, and rounds half to even: a row's codes follow from the row alone, bit for
-bit, whatever is computed beside it. A kernel that does the same operations in the same order stores the same bytes.
+All of it is float32, element by element or over one row, and rounds half to even: a row's codes follow from the row alone, bit
+for bit, whatever is computed beside it. A kernel that does the same operations in the same order stores the same bytes.
 
     asymmetric   minimum = f16(min(row))   scale = f16((max(row) - minimum) / top)       code = round((x - minimum) / scale)
     symmetric    extreme = the element farthest from 0        scale = f16(-extreme / middle)   code = round(x / scale) + middle
@@ -13,6 +13,7 @@ Where a scale is 0 the code is 0, or `middle` when symmetric. Rows with NaN or i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,7 +70,7 @@ class Codec:
 
     def encode(self, rows: torch.Tensor) -> Encoded:
         """Quantize rows [..., head_dim], each group of a row by its own scale."""
-        grouped = rows.float().unflatten(-1, (self.num_groups, self.group))
+        grouped = torch.unflatten(rows.float(), -1, (self.num_groups, self.group))
         low, high = grouped.amin(-1), grouped.amax(-1)
         if self.symmetric:
             extreme = torch.where(-low > high, low, high)
@@ -88,7 +89,7 @@ class Codec:
     def decode(self, stored: Encoded) -> torch.Tensor:
         """Rows [..., head_dim] in float32."""
         assert stored.scales is not None, "rows without scales are decoded with those of their channels"
-        grouped = self.unpack(stored.codes).float().unflatten(-1, (self.num_groups, self.group))
+        grouped = torch.unflatten(self.unpack(stored.codes).float(), -1, (self.num_groups, self.group))
         minima = None if stored.minima is None else stored.minima.float()[..., None]
         return self._values(grouped, stored.scales.float()[..., None], minima).flatten(-2)
 
@@ -98,7 +99,7 @@ class Codec:
 
     def pack(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes [..., head_dim] as bytes [..., row_bytes]: byte `j` holds elements j, j + row_bytes, ..., low bits first."""
-        parts = codes.unflatten(-1, (8 // self.bits, self.row_bytes)).unbind(-2)
+        parts = torch.unflatten(codes, -1, (8 // self.bits, self.row_bytes)).unbind(-2)
         packed = parts[0]
         for place, part in enumerate(parts[1:], start=1):
             packed = packed | (part << (place * self.bits))
@@ -120,16 +121,16 @@ class Codec:
 def hadamard(rows: torch.Tensor, size: int) -> torch.Tensor:
     """Rows [..., head_dim] rotated in blocks of `size`, a power of two, in float32. Doing it again undoes it.
 
-    Butterflies over distances 1, 2, 4, ..., (a, b) -> (a + b, a - b), then a factor of size ** -0.5. Sums of pairs, unlike a product
-    with a matrix, give a row the same bits whatever stands beside it.
+    Butterflies over distances 1, 2, 4, ..., (a, b) -> (a + b, a - b), then a factor of 1 / sqrt(size). Sums of pairs, unlike a
+    product with a matrix, give a row the same bits whatever stands beside it.
     """
     turned = rows.float()
     distance = 1
     while distance < size:
-        first, second = turned.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        first, second = torch.unflatten(turned, -1, (-1, 2, distance)).unbind(-2)
         turned = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         distance *= 2
-    return turned * size**-0.5
+    return turned * (1 / math.sqrt(size))
 
 
 def _half(numbers: torch.Tensor) -> torch.Tensor:

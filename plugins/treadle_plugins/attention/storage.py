@@ -25,66 +25,19 @@ rotated likewise before they meet packed keys, and outputs are rotated back wher
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import torch
 
-from treadle.contracts import KVFormat, StaticChannels
 from treadle_plugins.attention.batch import PackedBatch
-from treadle_plugins.attention.codecs import Channels, Codec, Encoded, hadamard
+from treadle_plugins.attention.codecs import Channels, Encoded, hadamard
+from treadle_plugins.attention.layout import ChunkLayout, SideFormat, channels_of, side_of_keys, side_of_values
 from treadle_plugins.attention.spec import AttentionSpec
 
-BITS = (8, 4, 2)
-SCHEME = "linear"
 POISON_BYTE = 0xFF
 """Fills a poisoned chunk: its scales and minima are NaN then."""
-
-
-@dataclass(frozen=True)
-class ChunkLayout:
-    """Where things lie in one chunk, in bytes."""
-
-    block_size: int
-    codec: Codec
-    static: bool
-    """Scales are static: a chunk holds codes only."""
-
-    @property
-    def scales_at(self) -> int:
-        """Offset of the scales."""
-        return self.block_size * self.codec.row_bytes
-
-    @property
-    def minima_at(self) -> int:
-        """Offset of the minima."""
-        return self.scales_at + (0 if self.static else self._numbers)
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Size of the chunk."""
-        return self.minima_at + (0 if self.static or self.codec.symmetric else self._numbers)
-
-    @property
-    def _numbers(self) -> int:
-        return 2 * self.block_size * self.codec.num_groups
-
-    def codes(self, chunks: torch.Tensor) -> torch.Tensor:
-        """View [..., token, row_bytes] of chunks [..., chunk_bytes]."""
-        return chunks[..., : self.scales_at].unflatten(-1, (self.block_size, self.codec.row_bytes))
-
-    def scales(self, chunks: torch.Tensor) -> torch.Tensor | None:
-        """View [..., token, groups] in float16; None where scales are static."""
-        return None if self.static else self._half(chunks, self.scales_at)
-
-    def minima(self, chunks: torch.Tensor) -> torch.Tensor | None:
-        """View [..., token, groups] in float16; None where there are none."""
-        return None if self.static or self.codec.symmetric else self._half(chunks, self.minima_at)
-
-    def _half(self, chunks: torch.Tensor, first: int) -> torch.Tensor:
-        numbers = chunks[..., first : first + self._numbers].view(torch.float16)
-        return numbers.unflatten(-1, (self.block_size, self.codec.num_groups))
 
 
 class Slots:
@@ -108,15 +61,17 @@ class Slots:
 class SideStorage:
     """Keys or values of all layers."""
 
-    def __init__(self, spec: AttentionSpec, layout: ChunkLayout | None, whole: Sequence[Sequence[int]]) -> None:
-        """`layout` is None when nothing is packed; `whole` are each layer's heads that are kept whole, rising."""
-        self.layout = layout
+    def __init__(self, spec: AttentionSpec, side: SideFormat, keeps: Callable[[int, int], bool]) -> None:
+        """`keeps` says whether a layer's head is kept whole."""
+        heads, layers = range(spec.num_kv_heads), range(spec.num_layers)
+        self.whole_heads = tuple(tuple(head for head in heads if keeps(layer, head)) for layer in layers)
+        self.packed_heads = tuple(tuple(head for head in heads if not keeps(layer, head)) for layer in layers)
+        self.layout: ChunkLayout | None = side.layout(spec.block_size, spec.head_dim) if any(self.packed_heads) else None
         self.rotation = spec.kv_format.rotation
-        self.whole_heads = tuple(tuple(heads) for heads in whole)
-        everyone = range(spec.num_kv_heads)
-        self.packed_heads = tuple(tuple(head for head in everyone if head not in heads) for heads in whole)
         self.channels: tuple[Channels, ...] | None = None
-        """Static scales of each layer's packed heads."""
+        """Static scales of each layer's packed heads; None where scales are stored with the tokens."""
+        if side.channels is not None:
+            self.channels = channels_of(side.channels, self.packed_heads, torch.device(spec.device))
         self._spec = spec
         self._packed: dict[int, torch.Tensor] = {}
         self._whole: dict[int, torch.Tensor] = {}
@@ -216,7 +171,7 @@ class SideStorage:
             return rows
         if len(heads) == self._spec.num_kv_heads:
             return hadamard(rows, self.rotation)
-        grouped = rows.float().unflatten(1, (self._spec.num_kv_heads, -1)).clone()
+        grouped = torch.unflatten(rows.float(), 1, (self._spec.num_kv_heads, -1)).clone()
         grouped[:, list(heads)] = hadamard(grouped[:, list(heads)], self.rotation)
         return grouped.flatten(1, 2)
 
@@ -250,10 +205,14 @@ class SideStorage:
 def open_sides(spec: AttentionSpec) -> tuple[SideStorage, SideStorage]:
     """Storage of keys and of values for a format that `unreadable` finds nothing against; nothing is allocated yet."""
     form = spec.kv_format
-    keys = _layout(spec, form.key_bits, form.key_group, form.key_symmetric, form.key_channels)
-    values = _layout(spec, form.value_bits, form.value_group, form.value_symmetric, form.value_channels)
-    sides = (
-        SideStorage(spec, keys, _whole_heads(spec, form.keeps_keys)),
-        SideStorage(spec, values, _whole_heads(spec, form.keeps_values)),
-    )
-    return sides
+    return SideStorage(spec, side_of_keys(form), form.keeps_keys), SideStorage(spec, side_of_values(form), form.keeps_values)
+
+
+def _counted(heads: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """How many layers have so many heads, for each number of heads: (heads, layers)."""
+    return sorted(Counter(map(len, heads)).items())
+
+
+def _handed_out(tensors: dict[int, torch.Tensor]) -> dict[int, Iterator[torch.Tensor]]:
+    """For each number of heads, the layers' tensors one after another."""
+    return {count: iter(tensor.unbind(0)) for count, tensor in tensors.items()}

@@ -1,6 +1,7 @@
 """The reference backend `torch`: does everything, simply and exactly, and is the truth for the kernels.
 
-A sequence's keys are gathered token by token through its block table: unused slots are never read, nothing is padded.
+A sequence's keys are gathered token by token through its block table: unused slots are never read, nothing is padded. Of quantized
+K and V only what is gathered for one sequence is expanded, to float32, in which it is then attended to.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import torch
 from torch.nn import functional
 
 from treadle_plugins.attention.batch import PackedBatch, ragged_arange
+from treadle_plugins.attention.layout import unreadable
 from treadle_plugins.attention.spec import AttentionSpec, LayerAttention
+from treadle_plugins.attention.storage import Slots, open_sides
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _QUERY_TILE = 256
@@ -24,55 +27,52 @@ class _Sequence(NamedTuple):
 
     tokens: slice  # its queries within the step
     first_key: int  # position of the first key that any of its queries sees
-    slots: torch.Tensor  # [kv_heads, keys], rows of the pool seen as [block * kv_head * token, head_dim]
+    slots: Slots  # where its keys lie
     mask: torch.Tensor | None  # [queries, keys], True where a query sees a key; None where `causal` says it all
     causal: bool  # queries and keys are the same tokens, and a query sees all up to itself
 
 
 class TorchAttention:
-    """Attention in plain torch. K and V are kept whole."""
+    """Attention in plain torch, over K and V in every form that storage.py knows."""
 
     name = "torch"
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
         """None when it can do what `spec` asks for, else the reason why it cannot."""
-        if spec.kv_format.name != "whole":
-            return f"KV format {spec.kv_format.name!r} is not 'whole'"
         if spec.dtype not in _DTYPES:
             return f"precision {spec.dtype!r} is none of {', '.join(_DTYPES)}"
         if spec.num_heads % spec.num_kv_heads:
             return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly"
-        return None
+        return unreadable(spec)
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
         self._device = torch.device(spec.device)
-        self._keys = self._empty(0)
-        self._values = self._empty(0)
+        self._keys, self._values = open_sides(spec)
         self._prepared: dict[int | None, list[_Sequence]] = {}
         self._slopes: dict[tuple[float, ...], torch.Tensor] = {}
 
     def block_bytes(self) -> int:
-        """Bytes that one block takes, over all layers."""
-        spec = self.spec
-        elements = spec.num_layers * spec.num_kv_heads * spec.block_size * spec.head_dim
-        return 2 * elements * spec.torch_dtype.itemsize
+        """Bytes that one block takes, over all layers, scales included."""
+        return self._keys.block_bytes + self._values.block_bytes
 
     def allocate(self, num_blocks: int) -> None:
         """Make room for `num_blocks` blocks, with any content; gives up what was allocated before."""
-        self._keys, self._values = self._empty(0), self._empty(0)
-        self._keys, self._values = self._empty(num_blocks), self._empty(num_blocks)
+        for side in (self._keys, self._values):
+            side.allocate(0)
+        for side in (self._keys, self._values):
+            side.allocate(num_blocks)
 
     def tensors(self) -> Sequence[torch.Tensor]:
-        """K and V as views [block, layer, kv_head, token, head_dim]."""
-        return [self._keys.transpose(0, 1), self._values.transpose(0, 1)]
+        """K and V, their scales included, as views [block, layer, ...]."""
+        return self._keys.tensors() + self._values.tensors()
 
     @torch.inference_mode()
     def poison(self) -> None:
-        """Fill all slots with NaN."""
-        self._keys.fill_(float("nan"))
-        self._values.fill_(float("nan"))
+        """Fill all slots with NaN, in whatever form they hold it."""
+        self._keys.poison()
+        self._values.poison()
 
     def prepare(self, batch: PackedBatch) -> None:  # noqa: ARG002  # what is needed depends on the layers' windows
         """Forget the last step's slots and masks; `attend` makes this step's, once for each window."""
@@ -80,21 +80,26 @@ class TorchAttention:
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: PackedBatch) -> None:
         """Store `keys` and `values` [tokens, kv_heads, head_dim] in the slots that `batch` names."""
-        self._keys[layer][batch.slot_blocks, :, batch.slot_offsets] = keys
-        self._values[layer][batch.slot_blocks, :, batch.slot_offsets] = values
+        self._keys.write(layer, keys, batch)
+        self._values.write(layer, values, batch)
 
     def attend(self, layer: int, queries: torch.Tensor, batch: PackedBatch, how: LayerAttention) -> torch.Tensor:
         """[tokens, heads, head_dim] for `queries` of that shape, each over its own sequence up to its own position."""
         if how.window not in self._prepared:
             self._prepared[how.window] = self._sequences(batch, how.window)
-        keys = self._keys[layer].view(-1, self.spec.head_dim)
-        values = self._values[layer].view(-1, self.spec.head_dim)
-        out = torch.empty_like(queries)
+        turned = self._keys.rotate(layer, queries)
+        out = torch.empty_like(turned)
         for sequence in self._prepared[how.window]:
-            grouped = self._grouped(queries[sequence.tokens])
-            attended = self._attend_one(grouped, keys[sequence.slots], values[sequence.slots], sequence, how)
+            keys, values = self._gather(layer, sequence.slots)
+            grouped = self._grouped(turned[sequence.tokens]).to(keys.dtype)
+            attended = self._attend_one(grouped, keys, values, sequence, how)
             out[sequence.tokens] = attended.permute(2, 0, 1, 3).flatten(1, 2)
-        return out
+        return self._values.rotate(layer, out).to(queries.dtype)
+
+    def _gather(self, layer: int, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [kv_heads, keys, head_dim] of one sequence: in float32 where either is quantized."""
+        keys, values = self._keys.gather(layer, slots), self._values.gather(layer, slots)
+        return (keys, values) if keys.dtype == values.dtype else (keys.float(), values.float())
 
     def _grouped(self, queries: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, head_dim] as [kv_heads, queries per KV head, tokens, head_dim]."""
@@ -144,7 +149,7 @@ class TorchAttention:
         """Slots and masks of every sequence of the step."""
         first_keys = [0 if window is None else max(0, start - window + 1) for start in batch.starts]
         counts = [context - first for context, first in zip(batch.contexts, first_keys, strict=True)]
-        slots = torch.split(self._slots(batch, first_keys, counts), counts, dim=1)
+        slots = self._slots(batch, first_keys, counts)
         sequences = []
         for index, (first, count) in enumerate(zip(first_keys, counts, strict=True)):
             tokens = slice(batch.bounds[index], batch.bounds[index + 1])
@@ -154,16 +159,15 @@ class TorchAttention:
             sequences.append(_Sequence(tokens, first, slots[index], mask, causal and num_queries > 1))
         return sequences
 
-    def _slots(self, batch: PackedBatch, first_keys: list[int], counts: list[int]) -> torch.Tensor:
-        """[kv_heads, keys of all sequences]: rows of a layer's pool seen as [block * kv_head * token, head_dim]."""
-        num_heads, block_size = self.spec.num_kv_heads, batch.block_size
+    def _slots(self, batch: PackedBatch, first_keys: list[int], counts: list[int]) -> list[Slots]:
+        """Where each sequence's keys lie."""
         lengths = torch.tensor(counts, device=self._device)
         firsts = torch.tensor(first_keys, device=self._device)
         owners = torch.arange(len(counts), device=self._device).repeat_interleave(lengths, output_size=sum(counts))
         positions = ragged_arange(lengths) + firsts[owners]
-        blocks = batch.tables[batch.table_bounds[owners] + positions // block_size]
-        rows = blocks * (num_heads * block_size) + positions % block_size
-        return rows + torch.arange(num_heads, device=self._device)[:, None] * block_size
+        blocks = batch.tables[batch.table_bounds[owners] + positions // batch.block_size]
+        parts = zip(torch.split(blocks, counts), torch.split(positions % batch.block_size, counts), strict=True)
+        return [Slots(*part, batch.block_size) for part in parts]
 
     def _mask(self, num_queries: int, num_keys: int, window: int | None) -> torch.Tensor:
         """[queries, keys], True where a query sees a key; the last query stands at the last key."""
@@ -176,12 +180,6 @@ class TorchAttention:
             shape = (self.spec.num_kv_heads, self.spec.queries_per_kv_head, 1, 1)
             self._slopes[slopes] = torch.tensor(slopes, dtype=torch.float32, device=self._device).view(shape)
         return self._slopes[slopes]
-
-    def _empty(self, num_blocks: int) -> torch.Tensor:
-        """[layer, block, kv_head, token, head_dim], with any content."""
-        spec = self.spec
-        shape = (spec.num_layers, num_blocks, spec.num_kv_heads, spec.block_size, spec.head_dim)
-        return torch.empty(shape, dtype=spec.torch_dtype, device=self._device)
 
 
 def _sees(distances: torch.Tensor, window: int | None) -> torch.Tensor:
