@@ -119,14 +119,6 @@ def _type(annotation: Any) -> str:
         return " or ".join(_type(part) for part in arguments if part is not type(None))
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
-    names = {
-        "str": "text",
-        "int": "whole number",
-        "float": "number",
-        "bool": "true or false",
-        "ByteSize": "bytes",
-        "Path": "folder",
-    }
     if origin in (tuple, list):
         return f"list of {_type(arguments[0])}"
     if origin is not None:

@@ -142,21 +142,21 @@ class Engine:
         model and the pool can hold it, and whether it is accepted, is told by its completion.
         """
         options = RequestOptions(priority, timeout_s, cache_salt, dict(labels or {}), group, reuse, pin_s)
-        request = self._intake.post(prompt, params or SamplingParams(), options, request_id)
-        self._arrival.set()
-        return Handle(self, request, self.tokenizer)
+        return self._post(prompt, [(params or SamplingParams(), request_id)], options)[0]
 
     def submit_group(self, prompt: Prompt, params: SamplingParams, n: int, **options: Any) -> list[Handle]:
         """Post `n` requests of one prompt, which share its full blocks. With a seed, their seeds are seed, seed + 1, ..."""
         if n < 1:
             raise InvalidRequest(f"n={n!r} is not a whole number of at least 1")
-        tokens = self._intake.tokens(prompt)
         base = options.pop("request_id", None) or self._intake.new_name("g")
         seeds = [None if params.seed is None else params.seed + place for place in range(n)]
-        return [
-            self.submit(tokens, replace(params, seed=seed), request_id=f"{base}-{place}", group=base, **options)
-            for place, seed in enumerate(seeds)
-        ]
+        wanted = [(replace(params, seed=seed), f"{base}-{place}") for place, seed in enumerate(seeds)]
+        return self._post(prompt, wanted, RequestOptions(group=base, **options))
+
+    def _post(self, prompt: Prompt, wanted: Sequence[tuple[SamplingParams, str | None]], options: RequestOptions) -> list[Handle]:
+        requests = self._intake.post(prompt, wanted, options)
+        self._arrival.set()
+        return [Handle(self, request, self.tokenizer) for request in requests]
 
     def cancel(self, request_id: str) -> None:
         """End a request at the start of the next step. Unknown and finished ids are ignored: it may just have ended."""
@@ -322,7 +322,13 @@ class Engine:
                 with self._changed:
                     self._changed.wait_for(lambda: reached() or self._thread is None, left)
             else:
-                self._pause(self.step(), left)
+                try:
+                    until_s = self.step()
+                except EngineStopped:
+                    if reached():  # another thread's step was the engine's last
+                        return
+                    raise
+                self._pause(until_s, left)
 
     def _pause(self, until_s: float | None, most_s: float | None = None) -> None:
         """Sleep until a clock time or an arrival. A virtual clock jumps instead."""
@@ -345,6 +351,8 @@ class Engine:
         try:
             while not self._closed:
                 until_s = self.step()
+                if self._closed:  # looked at after the step has cleared the arrival: `close` sets it once more
+                    break
                 if until_s is None:
                     self._arrival.wait()
                 else:

@@ -66,29 +66,48 @@ class Intake:
         """An id that was not given before."""
         return f"{prefix}{next(self._ids)}"
 
-    def post(self, prompt: Prompt, params: SamplingParams, options: RequestOptions, request_id: str | None = None) -> LiveRequest:
-        """Put a request into the inbox. Raises InvalidRequest, or EngineStopped once closed."""
+    def post(
+        self, prompt: Prompt, wanted: Sequence[tuple[SamplingParams, str | None]], options: RequestOptions
+    ) -> list[LiveRequest]:
+        """Put a request into the inbox for each of `wanted`, parameters and an id of the caller's own: all of them, or none.
+
+        Raises InvalidRequest, or EngineStopped once closed.
+        """
         tokens = self.tokens(prompt)
-        timeout_s = options.timeout_s
-        if timeout_s is not None and not timeout_s > 0:
-            raise InvalidRequest(f"timeout_s={timeout_s!r} is not a time above 0")
-        if options.pin_s is not None and not (options.pin_s > 0 and options.reuse):
-            raise InvalidRequest(f"pin_s={options.pin_s!r} with reuse={options.reuse}: give a time above 0, and reuse=True")
-        if params.stop and self._tokenizer is None:
-            raise InvalidRequest(f"stop={params.stop!r} needs a tokenizer, and this executor has none; use stop_token_ids")
-        if not params.greedy and params.seed is None:
-            params = replace(params, seed=self._random.getrandbits(63))
+        self._check_options(options)
+        seeded = [(self._seeded(params), name) for params, name in wanted]
         with self._lock:
             if self._closed is not None:
                 raise EngineStopped(f"the engine takes no requests any more: {self._closed}")
-            name = request_id if request_id is not None else self.new_name("r")
-            if name in self._known:
-                raise InvalidRequest(f"request_id={name!r} is in use by another request; choose another or leave it out")
-            now = self._info.clock.now()
-            request = LiveRequest(name, tokens, params, options, arrival_s=now, sequence=next(self._sequences))
-            self._known[name] = request
-            self._inbox.append(request)
-        return request
+            for _, name in seeded:
+                if name in self._known:
+                    raise InvalidRequest(f"request_id={name!r} is in use by another request; choose another or leave it out")
+            requests = [self._new_request(tokens, params, options, name) for params, name in seeded]
+            self._known.update((request.id, request) for request in requests)
+            self._inbox.extend(requests)
+        return requests
+
+    def _new_request(
+        self, tokens: Sequence[int], params: SamplingParams, options: RequestOptions, name: str | None
+    ) -> LiveRequest:
+        while name is None or name in self._known:  # a caller may have given an id like ours
+            name = self.new_name("r")
+        now = self._info.clock.now()
+        return LiveRequest(name, tokens, params, options, arrival_s=now, sequence=next(self._sequences))
+
+    def _check_options(self, options: RequestOptions) -> None:
+        timeout_s, pin_s = options.timeout_s, options.pin_s
+        if timeout_s is not None and not timeout_s > 0:
+            raise InvalidRequest(f"timeout_s={timeout_s!r} is not a time above 0")
+        if pin_s is not None and not (pin_s > 0 and options.reuse):
+            raise InvalidRequest(f"pin_s={pin_s!r} with reuse={options.reuse}: give a time above 0, and reuse=True")
+
+    def _seeded(self, params: SamplingParams) -> SamplingParams:
+        if params.stop and self._tokenizer is None:
+            raise InvalidRequest(f"stop={params.stop!r} needs a tokenizer, and this executor has none; use stop_token_ids")
+        if params.greedy or params.seed is not None:
+            return params
+        return replace(params, seed=self._random.getrandbits(63))
 
     def post_cancel(self, request_id: str) -> None:
         """Ask for a request's end."""

@@ -305,16 +305,18 @@ class Planner:
             self._explain_idleness(step, num_seen, held_back)
 
     def _admission(self, step: Step, request: LiveRequest) -> Admission | None:
-        """What `admit` says. None when it waits for a stated time, or ended with an error."""
+        """What `admit` says. None when it waits for a time to come, or ended with an error."""
         try:
             answer = self._decisions.admit(step, request)
         except PluginError as error:
             self._fail(step, request, error)
             return None
-        if isinstance(answer, NotBefore):
-            self._wake(answer.time_s)
-            return None
-        return answer
+        if isinstance(answer, Admission):
+            return answer
+        if answer.time_s <= step.now:
+            return Admission.SKIP
+        self._wake(answer.time_s)
+        return None
 
     def _start(self, step: Step, request: LiveRequest) -> bool:
         """Match, grant, give blocks, start. False, and nothing changed, when tokens or blocks are lacking."""

@@ -458,24 +458,35 @@ def wait_for(reached: Any, seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_the_handler_that_was_there_comes_back() -> None:
+def test_the_first_is_a_flag_and_the_handler_comes_back() -> None:
     before = signal.getsignal(signal.SIGINT)
     with Interrupt() as interrupt:
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        assert not interrupt.asked
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_the_first_is_a_flag_and_the_second_hides_what_it_breaks() -> None:
-    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt:
         interrupt.soften()
         signal.raise_signal(signal.SIGINT)
         assert interrupt.asked
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_before_anyone_looks_it_interrupts() -> None:
+    with pytest.raises(KeyboardInterrupt), Interrupt():
+        signal.raise_signal(signal.SIGINT)
+
+
+def tear(interrupt: Interrupt) -> None:
+    with interrupt:
+        interrupt.soften()
+        signal.raise_signal(signal.SIGINT)
         try:
             signal.raise_signal(signal.SIGINT)
         finally:
             raise ValueError("the books are torn")
+
+
+def test_what_the_second_breaks_is_hidden_by_it() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        tear(Interrupt())
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_signals_that_are_ignored_stay_ignored() -> None:

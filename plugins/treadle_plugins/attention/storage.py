@@ -151,12 +151,12 @@ class SideStorage:
             self._write_packed(layer, self._heads(rows, self.packed_heads[layer]), slots)
 
     def gather(self, layer: int, slots: Slots) -> torch.Tensor:
-        """[kv_heads, tokens, head_dim] of one sequence as attention sees it: in float32 when anything is packed."""
+        """[kv_heads, tokens, head_dim] of one sequence: in float32 where any head of the layer is packed."""
         whole_heads, packed_heads = self.whole_heads[layer], self.packed_heads[layer]
         whole = self.whole(layer).view(-1, self._spec.head_dim)[slots.rows(len(whole_heads))] if whole_heads else None
         if not packed_heads:
             assert whole is not None, "a head is either packed or whole"
-            return whole if self.layout is None else whole.float()
+            return whole
         unpacked = self._gather_packed(layer, slots)
         if whole is None:
             return unpacked

@@ -1,7 +1,7 @@
 """The reference backend `torch`: does everything, simply and exactly, and is the truth for the kernels.
 
-A sequence's keys are gathered token by token through its block table: unused slots are never read, nothing is padded. Of quantized
-K and V only what is gathered for one sequence is expanded, to float32, in which it is then attended to.
+A sequence's keys are gathered token by token through its block table: unused slots are never read, nothing is padded. Of
+quantized K and V only what is gathered for one sequence is expanded, to float32, in which it is then attended to.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class TorchAttention:
         self.spec = spec
         self._device = torch.device(spec.device)
         self._keys, self._values = open_sides(spec)
+        quantized = self._keys.layout is not None or self._values.layout is not None
+        self._dtype = torch.float32 if quantized else spec.torch_dtype
         self._prepared: dict[int | None, list[_Sequence]] = {}
         self._slopes: dict[tuple[float, ...], torch.Tensor] = {}
 
@@ -87,19 +89,13 @@ class TorchAttention:
         """[tokens, heads, head_dim] for `queries` of that shape, each over its own sequence up to its own position."""
         if how.window not in self._prepared:
             self._prepared[how.window] = self._sequences(batch, how.window)
-        turned = self._keys.rotate(layer, queries)
+        turned = self._keys.rotate(layer, queries).to(self._dtype)
         out = torch.empty_like(turned)
         for sequence in self._prepared[how.window]:
-            keys, values = self._gather(layer, sequence.slots)
-            grouped = self._grouped(turned[sequence.tokens]).to(keys.dtype)
-            attended = self._attend_one(grouped, keys, values, sequence, how)
+            keys, values = (side.gather(layer, sequence.slots).to(self._dtype) for side in (self._keys, self._values))
+            attended = self._attend_one(self._grouped(turned[sequence.tokens]), keys, values, sequence, how)
             out[sequence.tokens] = attended.permute(2, 0, 1, 3).flatten(1, 2)
         return self._values.rotate(layer, out).to(queries.dtype)
-
-    def _gather(self, layer: int, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [kv_heads, keys, head_dim] of one sequence: in float32 where either is quantized."""
-        keys, values = self._keys.gather(layer, slots), self._values.gather(layer, slots)
-        return (keys, values) if keys.dtype == values.dtype else (keys.float(), values.float())
 
     def _grouped(self, queries: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, head_dim] as [kv_heads, queries per KV head, tokens, head_dim]."""
