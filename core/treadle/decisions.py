@@ -151,11 +151,12 @@ class Decisions:
         if answer is None:
             return Unlimited()
         try:
-            if isinstance(answer, Budget) and isinstance(answer.may_shrink, bool):
-                return answer
+            sound = isinstance(answer, Budget) and isinstance(answer.may_shrink, bool)
         except Exception as error:  # a property of the plugin's may raise anything
             self._blame("budget", error)
-        self._breach("budget", "answers a Budget or None", answer)
+        if not (sound and isinstance(answer, Budget)):
+            self._breach("budget", "answers a Budget or None", answer)
+        return answer
 
     def take(self, budget: Budget, request: Request, wanted: int) -> int:
         try:

@@ -349,7 +349,7 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while not self._closed:
+            while True:
                 until_s = self.step()
                 if self._closed:  # looked at after the step has cleared the arrival: `close` sets it once more
                     break

@@ -218,8 +218,8 @@ class Hooks:
 
         Called: when a request finishes, and after each step in which another finished or was preempted, while it is held.
 
-        Returns: True to give them back, False to hold them. When nobody answers they go. When a running request cannot go on
-        for want of blocks, the core takes held blocks back without asking.
+        Returns: True to give them back, False to hold them. When nobody answers they go. While nothing runs, and when a running
+        request cannot go on for want of blocks, the core takes held blocks back without asking.
 
         Rules:
             - answers a bool or None

@@ -34,19 +34,19 @@ def _oracle(num_right: int, num_wrong: int, executor: FakeExecutor) -> Any:
     return propose
 
 
-@pytest.mark.parametrize(("num_right", "num_wrong"), [(0, 1), (0, 5), (1, 0), (3, 0), (3, 3), (20, 0), (40, 4)])
+@pytest.mark.parametrize("drafted", [(0, 1), (0, 5), (1, 0), (3, 0), (3, 3), (20, 0), (40, 4)])
 @pytest.mark.parametrize("options", [{}, {"num_blocks": 7}, {"budget": {"strategy": "decode_first", "max_tokens": 6}}])
 def test_drafts_change_how_fast_tokens_come_never_which(
-    num_right: int, num_wrong: int, options: Any, build: Any, plugin_with: Any, assert_right: Any
+    drafted: tuple[int, int], options: Any, build: Any, plugin_with: Any, assert_right: Any
 ) -> None:
     executor = FakeExecutor()
-    plugin = plugin_with("propose", _oracle(num_right, num_wrong, executor), name="oracle")
+    plugin = plugin_with("propose", _oracle(*drafted, executor), name="oracle")
     engine = build(plugin, executor=executor, **options)
     handles = [engine.submit([n] * (10 + 7 * n), SamplingParams(max_tokens=21 + n)) for n in range(3)]
     handles += [engine.submit([1] * 17, SamplingParams(max_tokens=1))]
     drain_checked(engine)
     assert_right(handles)
-    if num_right == 20 and not options:
+    if drafted[0] == 20 and not options:
         assert len(executor.plans) <= 4, "many tokens a pass"
     assert any(work.num_drafted for plan in executor.plans for work in plan.works)
 
@@ -227,7 +227,7 @@ def test_stop_strings_and_drafts_together(build: Any, lettered: FakeExecutor, te
 
 def test_a_text_without_a_tokenizer_is_refused(build: Any) -> None:
     engine = build()
-    with pytest.raises(InvalidRequest, match="'hello'.*token ids"):
+    with pytest.raises(InvalidRequest, match=r"'hello'.*token ids"):
         engine.submit("hello")
     with pytest.raises(InvalidRequest, match=r"stop=\('x',\) needs a tokenizer.*stop_token_ids"):
         engine.submit([1], SamplingParams(stop=("x",)))

@@ -5,7 +5,7 @@
 | python | run, top to bottom, in one namespace for each page |
 | toml | read as TOML; as a configuration of Treadle when it is a `code-block` or begins with `# treadle.toml` |
 | json | parsed |
-| console, bash | lines `$ treadle ...`, maybe with `NAME=value` in front, are run (in bash without the `$`); no others may be there |
+| console, bash | lines `$ treadle ...` are run (bash: without the `$`), maybe with `NAME=value` in front; there may be no others |
 | text | nothing: it is output or a picture |
 
 A page's blocks share one empty folder. A block that begins with a comment such as `# my_plugin.py` is also saved there
