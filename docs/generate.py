@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from treadle.cli import cli
+from treadle.hookspecs import Hooks
 from treadle.registry import SLOT, SLOTS, Offer, Registry, Slot
 from treadle.settings import ENV_PREFIX, Root
 
@@ -65,10 +66,22 @@ def command_line() -> str:
     return "\n\n".join(_help(cli, ["treadle"]))
 
 
+def rules() -> str:
+    """Every rule that the core enforces on an answer."""
+    rows = []
+    for name, hook in vars(Hooks).items():
+        text = inspect.getdoc(hook) if inspect.isfunction(hook) else None
+        section = re.search(r"^Rules:\n((?: +.*\n?)+)", text or "", re.MULTILINE)
+        if section:
+            rows += [[f"`{name}`", rule.strip()] for rule in re.split(r"^ *- ", section[1], flags=re.MULTILINE)[1:]]
+    return _table(["hook", "rule"], rows)
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "strategies": strategies,
     "configuration": configuration,
     "command_line": command_line,
+    "rules": rules,
 }
 
 

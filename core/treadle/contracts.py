@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -305,6 +305,10 @@ class Executor(Protocol):
         """Facts for `treadle explain`, such as device, precision and attention backend."""
         ...
 
+    def memory(self) -> Mapping[str, int]:
+        """Bytes by part, as far as the executor knows them: `weights`, `kv_pool`, `swap_space`."""
+        ...
+
     def close(self) -> None:
         """Give everything back; called once."""
         ...
@@ -320,6 +324,8 @@ class EngineInfo:
     num_blocks: int
     num_swap_blocks: int
     clock: Clock
+    memory: Callable[[], Mapping[str, int]] = dict
+    """Bytes by part, see Executor.memory."""
 
 
 @dataclass(frozen=True)

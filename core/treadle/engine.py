@@ -74,7 +74,15 @@ class Engine:
         kv_format = self._decisions.quantize(model)
         self._check_format(kv_format)
         pool = self._open_pool(kv_format)
-        self.info = EngineInfo(model, kv_format, pool[0].block_size, pool[0].num_blocks, pool[1].num_blocks, self.clock)
+        self.info = EngineInfo(
+            model,
+            kv_format,
+            pool[0].block_size,
+            pool[0].num_blocks,
+            pool[1].num_blocks,
+            self.clock,
+            self._executor.memory,
+        )
         self.books = Books(
             *pool, self._hook, index_blocks=self.manager.has_trait(REUSE_TRAIT), max_pinned=self.settings.root.pool.max_pinned
         )
@@ -274,6 +282,7 @@ class Engine:
     def _report(self, step: Step, plan: StepPlan, copy_s: float) -> None:
         pool = self.books.pool
         self._hook.step_finished(
+            step=step,
             report=StepReport(
                 step=step.number,
                 started_s=step.now,
@@ -289,7 +298,7 @@ class Engine:
                 blocks_used=pool.num_used,
                 blocks_cached=pool.num_cached,
                 finished=tuple(self.books.ended),
-            )
+            ),
         )
 
     def _next_call(self, step: Step) -> float | None:

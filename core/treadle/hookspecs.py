@@ -458,7 +458,7 @@ class Hooks:
         """Blocks are free."""
 
     @hookspec
-    def step_finished(self, report: StepReport) -> None:
+    def step_finished(self, step: Step, report: StepReport) -> None:
         """The step is over and the books are closed."""
 
     # --- register -----------------------------------------------------------------------------------------------------------

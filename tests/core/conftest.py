@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from treadle import Completion, Engine, FinishReason, Handle, SamplingParams, hookimpl
 from treadle.hookspecs import Hooks
-from treadle.registry import Registry
+from treadle.registry import Offer, Registry
+from treadle.settings import load
 from treadle.testing import FakeExecutor, drain_checked, expected_tokens, make_engine
 
 Build = Callable[..., Engine]
@@ -24,11 +26,17 @@ def registry() -> Registry:
 
 @pytest.fixture
 def build(registry: Registry) -> Iterator[Build]:
-    """Make engines as `make_engine` does; they are proved and closed when the test is over."""
+    """Make engines as `make_engine` does, or from settings of any kind (`values`); they are proved and closed after the test."""
     engines: list[Engine] = []
 
-    def make(*plugins: object, **options: Any) -> Engine:
-        engines.append(make_engine(*plugins, **{"registry": registry, **options}))
+    def make(*plugins: object, values: dict[str, Any] | None = None, **options: Any) -> Engine:
+        options.setdefault("registry", registry)
+        if values is None:
+            engines.append(make_engine(*plugins, **options))
+        else:
+            small = {"execute": "simulated", "pool": {"num_blocks": 64}, "allocate": {"block_size": 16}}
+            settings = load(environment=False, registry=options["registry"], values={**small, **values})
+            engines.append(Engine(settings, [FakeExecutor(), *plugins]))
         return engines[-1]
 
     yield make
@@ -92,6 +100,21 @@ def plugin_with() -> Callable[..., object]:
         return type("Culprit", (), {hook: hookimpl(wrapper=wrapper)(scope[hook]), "name": name})()
 
     return make
+
+
+@pytest.fixture
+def offered(registry: Registry) -> Callable[..., Registry]:
+    """The installed registry with more in it: `offered(plugin_a=Class, admit_b=Class)`."""
+
+    def make(**factories: Any) -> Registry:
+        kinds = [(*name.split("_", 1), factory) for name, factory in factories.items()]
+        return registry.with_offers(Offer(kind, name, "test 1.0", partial(_identity, f)) for kind, name, f in kinds)
+
+    return make
+
+
+def _identity(value: object) -> object:
+    return value
 
 
 @pytest.fixture

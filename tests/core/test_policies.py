@@ -161,7 +161,7 @@ def test_a_place_is_filled_in_between_when_a_request_is_near_its_end(build: Any,
     assert _admitted_s(second) == pytest.approx(8.0)
 
 
-# --- the classic base line --------------------------------------------------------------------------------------------------------
+# --- the classic base line ------------------------------------------------------------------------------------------
 
 CLASSIC = {
     "admit": {"strategy": "static", "batch_size": 3, "max_wait_ms": 50},

@@ -76,6 +76,10 @@ class FakeExecutor:
         """Say that it is a fake."""
         return {"executor": "fake, for tests"}
 
+    def memory(self) -> dict[str, int]:
+        """Nothing worth counting."""
+        return {}
+
     def close(self) -> None:
         """Remember that it was closed."""
         self.closed = True

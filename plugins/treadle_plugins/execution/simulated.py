@@ -73,6 +73,7 @@ class SimulatedExecutor:
         )
         self.clock = VirtualClock()
         self._block_bytes = 0.0
+        self._pool_bytes = 0.0
 
     def open_pool(self, spec: PoolSpec) -> PoolSize:
         """As many blocks as the memory would hold."""
@@ -83,6 +84,7 @@ class SimulatedExecutor:
                 f"pool.memory={spec.memory_bytes} bytes holds no block of {self._block_bytes:.0f} bytes; raise it, or lower "
                 "allocate.block_size"
             )
+        self._pool_bytes = num_blocks * self._block_bytes
         return PoolSize(num_blocks, int(spec.swap_bytes // self._block_bytes))
 
     def run(self, plan: StepPlan) -> Outcome:
@@ -110,6 +112,10 @@ class SimulatedExecutor:
     def describe(self) -> dict[str, str]:
         """Say that nothing is computed."""
         return {"executor": "simulated: no model, made-up tokens, a virtual clock"}
+
+    def memory(self) -> dict[str, int]:
+        """What the pool would take."""
+        return {"kv_pool": int(self._pool_bytes)}
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -99,14 +101,16 @@ class TorchExecutor:
         """Copy, compute and sample. A work that fails alone is named in the outcome's errors; others go on."""
         if self._swap is None:
             raise ExecutionError("a plan was run before open_pool made room for KV, or after close")
+        begin = time.perf_counter()
         self._swap.copy_out(plan.swap_out)
         self._swap.copy_in(plan.swap_in)
+        copy_s = time.perf_counter() - begin
         if not plan.works:
-            return Outcome(())
+            return Outcome((), copy_s=copy_s)
         found = faults(plan.works, self._limits)
         rows = lay_out_rows(plan.works)
         logits = self._forward(plan.works, rows)
-        return conclude(
+        outcome = conclude(
             plan.works,
             rows,
             logits,
@@ -114,6 +118,7 @@ class TorchExecutor:
             process=self._process_logits,
             eos_token_ids=self._info.eos_token_ids,
         )
+        return replace(outcome, copy_s=copy_s) if plan.swap_out or plan.swap_in else outcome
 
     def describe(self) -> dict[str, str]:
         """Facts for `treadle explain`."""
@@ -125,6 +130,19 @@ class TorchExecutor:
         if self._context.backend is not None:
             facts["attention"] = self._context.backend.name
         return facts
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the weights, buffers included, of the pool's K and V and of swap space."""
+        parts = {"weights": 0, "kv_pool": 0, "swap_space": 0}
+        if self._network is not None:
+            tensors = [*self._network.parameters(), *self._network.buffers()]
+            # tied weights are stored once
+            parts["weights"] = sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
+        if self._context.backend is not None:
+            parts["kv_pool"] = sum(t.numel() * t.element_size() for t in self._context.backend.tensors())
+        if self._swap is not None:
+            parts["swap_space"] = self._swap.num_bytes
+        return parts
 
     def close(self) -> None:
         """Let go of the weights, the pool and the swap space."""

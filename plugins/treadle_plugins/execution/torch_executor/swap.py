@@ -22,6 +22,11 @@ class SwapSpace:
             for part in pool
         ]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(part.numel() * part.element_size() for part in self._host)
+
     def copy_out(self, copies: Sequence[BlockCopy]) -> None:
         """From blocks of the pool to blocks of swap space."""
         _copy(self._pool, self._host, copies)

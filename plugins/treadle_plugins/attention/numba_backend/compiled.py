@@ -1,0 +1,104 @@
+"""Kernels as machine code: compiled once by Numba, kept on disk as an object file, loaded from there without Numba.
+
+Numba's own cache is not used: it does not notice a changed helper in another file, and cannot name a function whose constants
+differ from process to process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+
+from treadle.logs import get_logger
+from treadle_plugins.attention.numba_backend.shape import KernelShape
+
+log = get_logger(__name__)
+
+NAMES = ("attend", "write")
+
+
+class Compiled:
+    """Kernels in memory: `addresses[name]` is a C function of one int64. Keep it as long as they may be called."""
+
+    def __init__(self, code: bytes, shape: KernelShape) -> None:
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(shape))
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        self.addresses = {name: self._engine.get_function_address(_symbol(name)) for name in NAMES}
+
+
+def load(shape: KernelShape, cache_dir: Path) -> Compiled:
+    """The kernels for `shape`: from `cache_dir`, else compiled and, where that can be written, kept there."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    file = cache_dir / f"{shape.name}-{_key(shape)}.o"
+    started = time.perf_counter()
+    try:
+        code = file.read_bytes()
+    except FileNotFoundError:
+        code = _compile(shape)
+        seconds = round(time.perf_counter() - started, 2)
+        log.info("kernels_compiled", kernels=shape.name, seconds=seconds, processor=shape.cpu.summary, kept_in=_keep(code, file))
+    else:
+        log.debug("kernels_loaded", kernels=shape.name, seconds=round(time.perf_counter() - started, 3), file=str(file))
+    return Compiled(code, shape)
+
+
+def default_cache_dir() -> Path:
+    """`$XDG_CACHE_HOME/treadle/kernels`, else `~/.cache/treadle/kernels`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "treadle" / "kernels"
+
+
+def _compile(shape: KernelShape) -> bytes:
+    """An object file that defines all kernels."""
+    from numba import cfunc
+
+    from treadle_plugins.attention.numba_backend.kernels import SIGNATURE, build
+
+    module = llvm.parse_assembly("")
+    kernels = build(shape)
+    for name in NAMES:
+        compiled = cfunc(SIGNATURE, nopython=True, error_model="numpy")(getattr(kernels, name))
+        part = llvm.parse_assembly(compiled.inspect_llvm())
+        part.get_function(compiled.native_name).name = _symbol(name)
+        module.link_in(part)
+    return bytes(_machine(shape).emit_object(module))
+
+
+def _machine(shape: KernelShape) -> Any:
+    target = llvm.Target.from_triple(llvm.get_process_triple())
+    return target.create_target_machine(cpu=shape.cpu.name, features=shape.cpu.features, opt=3, reloc="pic", codemodel="default", jit=True)
+
+
+def _key(shape: KernelShape) -> str:
+    """Differs wherever the machine code might."""
+    digest = hashlib.sha256(repr((shape, version("numba"), version("llvmlite"))).encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _keep(code: bytes, file: Path) -> str | None:
+    """Write `code` so that nobody ever reads half of it. Where it cannot be written, it is compiled again next time."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(descriptor, "wb") as target:
+            target.write(code)
+        os.replace(name, file)
+    except OSError as error:
+        log.warning("kernels_not_kept", reason=str(error), remedy="make the folder writable, or set attention.cache_dir")
+        return None
+    return str(file)
+
+
+def _symbol(name: str) -> str:
+    return f"treadle_{name}"

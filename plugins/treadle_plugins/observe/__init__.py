@@ -1,0 +1,1 @@
+"""Plugins that watch: they decide nothing."""
