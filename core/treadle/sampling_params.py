@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Any
 
 from treadle.errors import InvalidRequest, nearest
 
@@ -40,8 +42,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop: object = self.stop
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else _several("stop", stop))
+        object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids))
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidRequest(f"ignore_eos={self.ignore_eos!r} is neither true nor false")
         self._check_lengths()
         self._check_sampling()
         self._check_stops()
@@ -98,6 +102,13 @@ class SamplingParams:
                 raise InvalidRequest(f"stop={text!r} is not a non-empty text; drop it, or name the text to stop at")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0)
+
+
+def _several(name: str, value: object) -> tuple[Any, ...]:
+    """Refuse what is no sequence."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise InvalidRequest(f"{name}={value!r} is not a list")
+    return tuple(value)
 
 
 def _whole(name: str, value: object, least: int, most: int | None = None) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -74,8 +74,8 @@ class Root(BaseSettings):
     """Seeds of requests that bring none are drawn from this; unset means that they differ from run to run."""
     cache_dir: Path | None = None
     """Where fetched models are kept; unset means the user's cache folder."""
-    log_level: str = "warning"
-    """debug, info, warning or error."""
+    log_level: Literal["debug", "info", "warning", "error", "critical"] = "warning"
+    """What is logged, on standard error."""
     plugins: tuple[str, ...] = ()
     """Plugins that fill no slot: names of installed ones, or `module:attribute`."""
     blocked: tuple[str, ...] = ()
@@ -164,7 +164,7 @@ class Layers:
         if not isinstance(table, Mapping):
             raise ConfigError(f"{slot}={table!r} (from {origin}) is neither a strategy's name nor a table of settings")
         before = self.values.get(slot, {})
-        if "strategy" in table and before.get("strategy", table["strategy"]) != table["strategy"]:
+        if before and "strategy" in table and before.get("strategy", SLOT[slot].default) != table["strategy"]:
             # settings of another strategy mean nothing to this one
             for name in [n for n in before if n != "strategy"]:
                 was = self.origins.pop((slot, name))
@@ -372,11 +372,11 @@ def _readable(error: ValidationError, prefix: Path_, model: type[BaseModel], ori
 
 
 def _origin(path: Path_, origins: Mapping[Path_, str]) -> str:
+    """Where a value was set, or the list that it is in, or the first value of the table that it is."""
     for length in range(len(path), 0, -1):
-        for known, origin in origins.items():
-            if known[:length] == path[:length]:
-                return origin
-    return "default"
+        if path[:length] in origins:
+            return origins[path[:length]]
+    return next((origin for known, origin in origins.items() if known[: len(path)] == path), "default")
 
 
 def _known(model: type[BaseModel], location: tuple[int | str, ...]) -> Iterable[str]:

@@ -237,7 +237,7 @@ class EngineMachine(RuleBasedStateMachine):
     # --- what callers do ------------------------------------------------------------------------------------------------------
 
     @rule(
-        prefix=st.sampled_from(PREFIXES),
+        prefix=st.integers(0, 2),
         num_shared=st.sampled_from([0, 0, 1, 15, 16, 17, 31, 32, 33, 48]),
         tail=st.lists(st.integers(0, VOCAB - 1), max_size=40),
         params=st.builds(
@@ -259,11 +259,13 @@ class EngineMachine(RuleBasedStateMachine):
         pin_s=st.sampled_from([None, None, None, 0.02]),
     )
     def submit(
-        self, prefix: tuple[int, ...], num_shared: int, tail: list[int], params: dict[str, Any], n: int, **options: Any
+        self, prefix: int, num_shared: int, tail: list[int], params: dict[str, Any], n: int, **options: Any
     ) -> None:
         """Fits the pool, more or less."""
-        prompt = (*prefix[:num_shared], *tail) or (1,)
+        prompt = (*PREFIXES[prefix][:num_shared], *tail) or (1,)
         prompt = prompt[: self._num_places() - (params["max_tokens"] or 1) + 1] or (1,)
+        if not options["reuse"]:
+            options["pin_s"] = None
         handles = self.engine.submit_group(prompt, SamplingParams(**params), n, **options)
         limit = min(self._num_places() + 1, 300)
         oversized = len(prompt) + (params["max_tokens"] or 1) > limit

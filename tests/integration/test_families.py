@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from treadle import Engine, Preemption, Request, SamplingParams, Step, hookimpl  # noqa: E402  # after the skips
-from treadle.contracts import PreemptionMode  # noqa: E402
+from treadle import Engine, SamplingParams  # noqa: E402  # after the skips
+from treadle.testing.traffic import Tally  # noqa: E402
 from treadle_plugins.execution.torch_executor.testing import FAMILIES, VOCAB_SIZE  # noqa: E402
-from treadle_plugins.execution.torch_executor.truth import Truth, Watch, save_tiny, truth_of  # noqa: E402
+from treadle_plugins.execution.torch_executor.truth import Truth, save_tiny, truth_of  # noqa: E402
 
 NUM_TOKENS = 24
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 50, 64)
@@ -27,15 +27,6 @@ class Family(NamedTuple):
     folder: Path
     prompts: list[list[int]]
     truths: list[Truth]
-
-
-class SwapOut:
-    """Preempts by swapping, the last admitted first."""
-
-    @hookimpl
-    def preempt(self, step: Step, request: Request) -> Preemption | None:
-        victim = None if request.is_waiting else next(iter(step.victims()), None)
-        return None if victim is None else Preemption(victim, PreemptionMode.SWAP)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -53,11 +44,11 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Family(folder, prompts, truths)
 
 
-def check(family: Family, watch: Watch, *plugins: object, **values: Any) -> None:
+def check(family: Family, tally: Tally, **values: Any) -> None:
     """Serve all prompts, half of them after a few steps; the tokens must be the true ones."""
     values.setdefault("allocate", {"block_size": 16})
     execute = {"strategy": "torch", "dtype": "float32"}
-    with Engine.load(plugins=[watch, *plugins], model=str(family.folder), execute=execute, **values) as engine:
+    with Engine.load(plugins=[tally], model=str(family.folder), execute=execute, **values) as engine:
         handles = []
         for number, prompt in enumerate(family.prompts):
             handles.append(engine.submit(prompt, SamplingParams(max_tokens=NUM_TOKENS)))
@@ -74,28 +65,28 @@ def check(family: Family, watch: Watch, *plugins: object, **values: Any) -> None
 
 @pytest.mark.parametrize("prefix", ["hash_chain", "radix", "none"])
 def test_greedy_equals_generate(family: Family, prefix: str) -> None:
-    watch = Watch()
-    check(family, watch, prefix=prefix)
-    assert bool(watch.num_reused) == (prefix != "none")
+    tally = Tally()
+    check(family, tally, prefix=prefix)
+    assert bool(tally["matched"]) == (prefix != "none")
 
 
 @pytest.mark.parametrize("prefix", ["hash_chain", "radix", "none"])
 def test_a_tiny_pool_and_small_chunks(family: Family, prefix: str) -> None:
-    watch = Watch()
-    check(family, watch, prefix=prefix, pool={"num_blocks": 10}, budget={"max_tokens": 11})
-    assert watch.num_preempted
-    assert bool(watch.num_evicted) == (prefix != "none")
+    tally = Tally()
+    check(family, tally, prefix=prefix, pool={"num_blocks": 10}, budget={"max_tokens": 11})
+    assert tally["preempted"]
+    assert bool(tally["evicted"]) == (prefix != "none")
 
 
-@pytest.mark.parametrize(("prefix", "swap_memory"), [("hash_chain", "1MiB"), ("radix", "64KiB"), ("none", "1MiB")])
+@pytest.mark.parametrize(("prefix", "swap_memory"), [("hash_chain", "1MiB"), ("radix", "48KiB"), ("none", "1MiB")])
 def test_swapped_requests_resume_where_they_were(family: Family, prefix: str, swap_memory: str) -> None:
     """Where swap space is short, some start over instead."""
-    watch = Watch()
+    tally = Tally()
     pool = {"num_blocks": 10, "swap_memory": swap_memory}
-    check(family, watch, SwapOut(), prefix=prefix, pool=pool)
-    assert watch.num_swapped
-    assert (watch.num_swapped < watch.num_preempted) == (swap_memory == "64KiB")
+    check(family, tally, prefix=prefix, preempt="swap", pool=pool)
+    assert tally["swapped"]
+    assert (tally["swapped"] < tally["preempted"]) == (swap_memory == "48KiB")
 
 
 def test_blocks_of_64(family: Family) -> None:
-    check(family, Watch(), allocate={"block_size": 64}, pool={"num_blocks": 3})
+    check(family, Tally(), allocate={"block_size": 64}, pool={"num_blocks": 3})

@@ -137,7 +137,7 @@ def test_blocks_are_laid_out_head_before_token() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"kv_format": KVFormat(key_bits=8, value_bits=8)}, "KV format 'k8v8' is not 'whole'"),
+        ({"kv_format": KVFormat(key_bits=3, value_bits=8)}, "keys: 3 bits are none of 8, 4, 2"),
         ({"dtype": "float64"}, "precision 'float64'"),
         ({"num_heads": 5}, "5 query heads cannot share 2 KV heads"),
     ],

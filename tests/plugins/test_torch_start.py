@@ -104,8 +104,8 @@ def test_pool_sizes() -> None:
 
 def test_nobody_can_attend() -> None:
     executor = tiny_executor(tiny_model(tiny_config("llama")))
-    with pytest.raises(ConfigError, match="torch: KV format 'k8v8' is not 'whole'"):
-        executor.open_pool(PoolSpec(16, KVFormat(key_bits=8, value_bits=8), 4, 0))
+    with pytest.raises(ConfigError, match="torch: keys: 3 bits are none of 8, 4, 2"):
+        executor.open_pool(PoolSpec(16, KVFormat(key_bits=3, value_bits=8), 4, 0))
     model = tiny_model(tiny_config("llama"))
     silent = build(model, info_of(model), None, choose_attention=lambda spec: None, clock=StillClock())
     with pytest.raises(ConfigError, match="no attention backend can"):

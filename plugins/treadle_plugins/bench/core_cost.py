@@ -9,52 +9,84 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import click
 
 from treadle import Engine, Executor, SamplingParams, hookimpl, load
-from treadle.contracts import PoolSize, PoolSpec
+from treadle.contracts import Clock, ModelInfo, PoolSize, PoolSpec, Tokenizer
 from treadle.plan import Outcome, StepPlan
-from treadle_plugins.execution.simulated import SimulatedExecutor, SimulatedSettings
 
 
-class TimedExecutor(SimulatedExecutor):
-    """The simulated executor, with a watch on itself. It is a plugin too."""
+class Watched:
+    """An executor with a watch on it."""
 
-    name = "timed_executor"
-
-    def __init__(self) -> None:
-        super().__init__(SimulatedSettings())
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
         self.spent_s = 0.0
 
-    @hookimpl
-    def execute(self) -> Executor:
-        """Be the executor."""
-        return self
+    @property
+    def model(self) -> ModelInfo:
+        """That of the executor, like all that follows."""
+        return self._executor.model
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """See above."""
+        return self._executor.tokenizer
+
+    @property
+    def clock(self) -> Clock:
+        """See above."""
+        return self._executor.clock
 
     def open_pool(self, spec: PoolSpec) -> PoolSize:
-        """As many blocks as the settings say."""
-        return super().open_pool(spec)
+        """See above."""
+        return self._executor.open_pool(spec)
 
     def run(self, plan: StepPlan) -> Outcome:
         """Run, and add up the time."""
         begin = time.perf_counter()
-        outcome = super().run(plan)
+        outcome = self._executor.run(plan)
         self.spent_s += time.perf_counter() - begin
         return outcome
 
+    def describe(self) -> dict[str, str]:
+        """See above."""
+        return self._executor.describe()
 
-def make_engine(batch: int, num_blocks: int, overrides: Sequence[str]) -> tuple[Engine, TimedExecutor]:
-    """The default strategies around a timed executor."""
-    executor = TimedExecutor()
+    def memory(self) -> Mapping[str, int]:
+        """See above."""
+        return self._executor.memory()
+
+    def close(self) -> None:
+        """See above."""
+        self._executor.close()
+
+
+class Watch:
+    """A plugin that puts a watch on the executor, whichever it is."""
+
+    executor: Watched
+
+    @hookimpl(wrapper=True)
+    def execute(self) -> Generator[None, Executor, Executor]:
+        """Wrap the answer."""
+        self.executor = Watched((yield))
+        return self.executor
+
+
+def make_engine(batch: int, num_blocks: int, overrides: Sequence[str]) -> tuple[Engine, Watched]:
+    """The default strategies around a watched executor."""
+    watch = Watch()
     values = {
         "execute": "simulated",
         "pool": {"num_blocks": num_blocks},
         "admit": {"max_batch_size": batch},
         "accept": {"max_waiting": 10_000_000},
     }
-    return Engine(load(environment=False, values=values, overrides=overrides), [executor]), executor
+    engine = Engine(load(environment=False, values=values, overrides=overrides), [watch])
+    return engine, watch.executor
 
 
 def decode_step_ms(batch: int, waiting: int, steps: int, overrides: Sequence[str] = ()) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,6 +45,7 @@ class TorchStrategy:
     @hookimpl
     def execute(self, settings: treadle.Settings, hooks: Any) -> Executor:
         """Find and load the model. Raises ModelError or ConfigError."""
+        _require("torch", "transformers", "numpy")
         import torch
 
         from treadle_plugins.execution.torch_executor.executor import build
@@ -85,6 +87,15 @@ class TorchStrategy:
             name = "bfloat16" if device != "cpu" or _multiplies_bf16() else "float32"
         dtype: torch.dtype = getattr(torch_, name)
         return dtype
+
+
+def _require(*modules: str) -> None:
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"execute.strategy='torch' needs {' and '.join(missing)}, which is not installed: pip install 'treadle[cpu]', or "
+            "choose execute.strategy='simulated'"
+        )
 
 
 def _multiplies_bf16() -> bool:

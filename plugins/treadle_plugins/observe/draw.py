@@ -28,22 +28,22 @@ MEMORY = (
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """Samples of a file. Raises TreadleError that names the file and the line."""
-    samples = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise TreadleError(f"cannot read the portrait {str(path)!r}: {error.strerror}") from error
-    for number, line in enumerate(lines, 1):
-        try:
-            sample = json.loads(line)
-            samples.append({**sample, "memory": dict(sample["memory"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise TreadleError(
-                f"{path}:{number} is no sample of a portrait ({error}); write one with plugins = ['portrait']"
-            ) from None
+    samples = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1)]
     if not samples:
         raise TreadleError(f"{path} holds no sample: the engine stopped before the first one was due")
     return samples
+
+
+def _parse(line: str, origin: str) -> dict[str, Any]:
+    try:
+        sample = json.loads(line)
+        return {**sample, "memory": dict(sample["memory"])}
+    except (ValueError, TypeError, KeyError) as error:
+        raise TreadleError(f"{origin} is no sample of a portrait ({error}); plugins = ['portrait'] writes one") from None
 
 
 def draw(samples: list[dict[str, Any]], title: str) -> Any:

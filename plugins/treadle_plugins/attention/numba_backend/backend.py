@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from treadle_plugins.attention.batch import PackedBatch
 from treadle_plugins.attention.layout import unreadable
-from treadle_plugins.attention.numba_backend import jobs, plan
+from treadle_plugins.attention.numba_backend import jobs
+from treadle_plugins.attention.numba_backend.call import Call, Workspace, address_of, words
 from treadle_plugins.attention.numba_backend.compiled import default_cache_dir, load
 from treadle_plugins.attention.numba_backend.cpu import host
-from treadle_plugins.attention.numba_backend.shape import KernelShape, Scratch
+from treadle_plugins.attention.numba_backend.pages import advise_large_pages
+from treadle_plugins.attention.numba_backend.shape import KernelShape
 from treadle_plugins.attention.numba_backend.threads import Threads
 from treadle_plugins.attention.spec import AttentionSpec, LayerAttention
-from treadle_plugins.attention.storage import SideStorage, open_sides
+from treadle_plugins.attention.storage import open_sides
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _HEAD_DIMS = 16
-_SMALL_COST = 4096
-"""Tokens times rows below which waking the other threads takes longer than the work."""
 _SMALL_WRITE = 65536
-"""Bytes, likewise."""
-_LOG2E = 1.4426950408889634
-_EVERYTHING = 1 << 60
-"""A window that no context fills."""
+"""Bytes below which waking the other threads takes longer than the work."""
 
 
 class NumbaAttention:
@@ -52,9 +46,87 @@ class NumbaAttention:
     def __init__(self, spec: AttentionSpec, cache_dir: Path | None = None) -> None:
         """`cache_dir` keeps compiled kernels; None takes the user's cache folder."""
         self.spec = spec
-        self._cache_dir = cache_dir or default_cache_dir()
         self._shape = KernelShape(spec.dtype, spec.head_dim, spec.queries_per_kv_head, host())
-        self._kernels = load(self._shape, self._cache_dir)
+        self._kernels = load(self._shape, cache_dir or default_cache_dir())
         self._threads = Threads()
         self._keys, self._values = open_sides(spec)
-        self._layers: dict[tuple[int, LayerAttention], np.ndarray] = {}
+        self._layers: list[tuple[int, int]] = []  # addresses of each layer's keys and values
+        self._workspace = Workspace(self._shape)
+        self._calls: dict[LayerAttention, Call] = {}
+        self._write_job = words(jobs.WRITE_WORDS)
+        self._num_threads = 1
+
+    @property
+    def name(self) -> str:
+        """Name for `treadle explain`."""
+        return f"numba ({self._threads.name})"
+
+    def block_bytes(self) -> int:
+        """Bytes that one block takes, over all layers."""
+        return self._keys.block_bytes + self._values.block_bytes
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make room for `num_blocks` blocks, with any content; gives up what was allocated before."""
+        for side in (self._keys, self._values):
+            side.allocate(num_blocks)
+            for tensor in side.tensors():
+                advise_large_pages(tensor)
+        layers = range(self.spec.num_layers)
+        self._layers = [(self._keys.whole(layer).data_ptr(), self._values.whole(layer).data_ptr()) for layer in layers]
+
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """Keys and values as views, block first."""
+        return [*self._keys.tensors(), *self._values.tensors()]
+
+    def poison(self) -> None:
+        """Fill all slots with NaN."""
+        self._keys.poison()
+        self._values.poison()
+
+    def prepare(self, batch: PackedBatch) -> None:
+        """Forget the last step's tasks; `attend` makes this step's, once for each way to attend."""
+        assert batch.slot_blocks.is_contiguous() and batch.slot_offsets.is_contiguous() and batch.tables.is_contiguous()
+        self._num_threads = self._threads.count
+        for call in self._calls.values():
+            call.forget()
+        job = self._write_job
+        job[jobs.BLOCKS], job[jobs.OFFSETS] = batch.slot_blocks.data_ptr(), batch.slot_offsets.data_ptr()
+        job[jobs.WRITTEN_TOKENS], job[jobs.WRITTEN_HEADS] = batch.num_tokens, self.spec.num_kv_heads
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: PackedBatch) -> None:
+        """Store `keys` and `values` [tokens, kv_heads, head_dim] in the slots that `batch` names."""
+        keys, values = self._readable(keys), self._readable(values)
+        job, item_bytes, head_bytes = self._write_job, self._shape.item_bytes, self.spec.block_size * self._shape.row_bytes
+        job[jobs.THREADS] = job[jobs.NEXT] = 0
+        sides = ((jobs.KEY_SIDE, keys), (jobs.VALUE_SIDE, values))
+        for (side, rows), target in zip(sides, self._layers[layer], strict=True):
+            job[side + jobs.SOURCE] = rows.data_ptr()
+            job[side + jobs.SOURCE_TOKEN_BYTES] = rows.stride(0) * item_bytes
+            job[side + jobs.SOURCE_HEAD_BYTES] = rows.stride(1) * item_bytes
+            job[side + jobs.TARGET] = target
+            job[side + jobs.TARGET_BLOCK_BYTES] = self.spec.num_kv_heads * head_bytes
+            job[side + jobs.TARGET_HEAD_BYTES] = head_bytes
+        small = batch.num_tokens * self.spec.num_kv_heads * self._shape.row_bytes < _SMALL_WRITE
+        self._threads.run(self._kernels.write, address_of(job), 1 if small else self._num_threads)
+
+    def attend(self, layer: int, queries: torch.Tensor, batch: PackedBatch, how: LayerAttention) -> torch.Tensor:
+        """[tokens, heads, head_dim] for `queries` of that shape, each over its own sequence up to its own position."""
+        call = self._calls.get(how)
+        if call is None:
+            call = self._calls[how] = Call(self.spec, self._shape, how, self._workspace)
+        call.ready(batch, self._num_threads)
+        queries = self._readable(queries)
+        out = torch.empty(queries.shape, dtype=queries.dtype)
+        job, item_bytes = call.job, self._shape.item_bytes
+        job[jobs.THREADS] = job[jobs.NEXT] = 0
+        job[jobs.QUERIES], job[jobs.OUT] = queries.data_ptr(), out.data_ptr()
+        job[jobs.QUERY_TOKEN_BYTES] = queries.stride(0) * item_bytes
+        job[jobs.QUERY_HEAD_BYTES] = queries.stride(1) * item_bytes
+        job[jobs.KEYS], job[jobs.VALUES] = self._layers[layer]
+        self._threads.run(self._kernels.attend, address_of(job), 1 if call.is_small else self._num_threads)
+        return out
+
+    def _readable(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` in the precision of the pool, with a row's elements side by side."""
+        rows = rows if rows.dtype == self.spec.torch_dtype else rows.to(self.spec.torch_dtype)
+        return rows if rows.stride(2) == 1 else rows.contiguous()

@@ -6,13 +6,15 @@ differ from process to process.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 
@@ -21,17 +23,29 @@ from treadle_plugins.attention.numba_backend.shape import KernelShape
 
 log = get_logger(__name__)
 
-NAMES = ("attend", "write")
+_Function = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+
+
+class Kernel(NamedTuple):
+    """A C function of one int64, the address of a job."""
+
+    address: int
+    call: Callable[[int], None]
+    """Runs it on the calling thread, without the interpreter's lock."""
 
 
 class Compiled:
-    """Kernels in memory: `addresses[name]` is a C function of one int64. Keep it as long as they may be called."""
+    """Kernels in memory. Keep it as long as one of them may be called."""
 
     def __init__(self, code: bytes, shape: KernelShape) -> None:
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(shape))
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
-        self.addresses = {name: self._engine.get_function_address(_symbol(name)) for name in NAMES}
+        self.attend, self.write = self._kernel("attend"), self._kernel("write")
+
+    def _kernel(self, name: str) -> Kernel:
+        address = self._engine.get_function_address(_symbol(name))
+        return Kernel(address, _Function(address))
 
 
 def load(shape: KernelShape, cache_dir: Path) -> Compiled:
@@ -65,12 +79,33 @@ def _compile(shape: KernelShape) -> bytes:
 
     module = llvm.parse_assembly("")
     kernels = build(shape)
-    for name in NAMES:
-        compiled = cfunc(SIGNATURE, nopython=True, error_model="numpy")(getattr(kernels, name))
-        part = llvm.parse_assembly(compiled.inspect_llvm())
-        part.get_function(compiled.native_name).name = _symbol(name)
-        module.link_in(part)
+    for name, kernel in kernels._asdict().items():
+        compiled = cfunc(SIGNATURE, nopython=True, error_model="numpy")(kernel)
+        module.link_in(_without_python(compiled.inspect_llvm(), compiled.native_name, name))
     return bytes(_machine(shape).emit_object(module))
+
+
+def _without_python(text: str, wrapper: str, name: str) -> Any:
+    """The module with another entry than Numba's, whose error handling needs Numba and the interpreter at run time.
+
+    Kernels raise nothing. What Numba compiled them to takes two places to write to, for a result and for an exception.
+    """
+    lines = text.splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.startswith("define") and wrapper in line)
+    end = lines.index("}", begin)
+    function = wrapper.removeprefix("cfunc.")
+    kinds = [str(a.type) for a in llvm.parse_assembly(text).get_function(function).arguments]
+    pointer = "ptr" if kinds[0] == "ptr" else "i64*"
+    entry = f"""
+        define void @{_symbol(name)}(i64 %job) {{
+          %space = alloca i64
+          %place = ptrtoint {pointer} %space to i64
+          %result = inttoptr i64 %place to {kinds[0]}
+          %exception = inttoptr i64 %place to {kinds[1]}
+          %status = call i32 @"{function}"({kinds[0]} %result, {kinds[1]} %exception, i64 %job)
+          ret void
+        }}"""
+    return llvm.parse_assembly("\n".join(lines[:begin] + lines[end + 1 :]) + entry)
 
 
 def _machine(shape: KernelShape) -> Any:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from treadle.logs import get_logger
+from treadle_plugins.attention.numba_backend.compiled import Kernel
 
 log = get_logger(__name__)
 
 _LIBRARIES = ("libgomp*", "libiomp5*", "libomp*")
 _PARALLEL = "GOMP_parallel"
-_Kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
 class Threads:
@@ -36,15 +36,15 @@ class Threads:
         """For `treadle explain`, such as `libgomp, shared with torch`."""
         return "one thread: no OpenMP runtime" if self._parallel is None else f"{self.runtime}, shared with torch"
 
-    def run(self, kernel: int, job: int, count: int) -> None:
-        """Call the C function at `kernel` with `job` on `count` threads at once; 1 is the calling thread alone.
+    def run(self, kernel: Kernel, job: int, count: int) -> None:
+        """Call `kernel` with `job` on `count` threads at once; 1 is the calling thread alone.
 
         Any other count than `self.count` makes the runtime build another pool, which takes long.
         """
         if count == 1 or self._parallel is None:
-            _Kernel(kernel)(job)
+            kernel.call(job)
         else:
-            self._parallel(kernel, job, count, 0)
+            self._parallel(kernel.address, job, count, 0)
 
 
 def _find(folder: Path) -> tuple[Any, str]:

@@ -1,4 +1,4 @@
-"""For tests of whole engines: what transformers itself answers, and plugins that watch what an engine does."""
+"""For tests of whole engines: what transformers itself answers, and what an engine chose its tokens from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from treadle import PreemptionMode, Request, hookimpl
+from treadle import hookimpl
 from treadle.plan import Work
 from treadle_plugins.execution.torch_executor.testing import tiny_config, tiny_model
 from treadle_plugins.models import load as loading
@@ -90,38 +90,3 @@ class LogitsRecorder:
         """[tokens, vocabulary], in order of position; of a position that was computed twice the last."""
         rows = self._rows[request_id]
         return torch.stack([rows[position] for position in sorted(rows)])
-
-
-class Watch:
-    """A plugin that counts what shows that a test met what it is about."""
-
-    name = "watch"
-
-    def __init__(self) -> None:
-        self.num_preempted = 0
-        self.num_swapped = 0
-        self.num_evicted = 0
-        self.matched: dict[str, list[int]] = {}
-        """For each request, the tokens of each match."""
-
-    @property
-    def num_reused(self) -> int:
-        """Tokens found in the cache, over all requests."""
-        return sum(sum(matches) for matches in self.matched.values())
-
-    @hookimpl
-    def request_preempted(self, mode: PreemptionMode) -> None:
-        """Count it, by what became of its KV."""
-        self.num_preempted += 1
-        self.num_swapped += mode is PreemptionMode.SWAP
-
-    @hookimpl
-    def blocks_evicted(self, block_ids: Sequence[int]) -> None:
-        """Count them."""
-        self.num_evicted += len(block_ids)
-
-    @hookimpl
-    def prefix_matched(self, request: Request, num_tokens: int) -> None:
-        """Keep what was found."""
-        if num_tokens:
-            self.matched.setdefault(request.id, []).append(num_tokens)

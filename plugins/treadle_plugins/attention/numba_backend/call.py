@@ -1,0 +1,116 @@
+"""The words of a job of attention: those that a step's layers share are worked out once."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from typing import Any
+
+import numpy as np
+
+from treadle_plugins.attention.batch import PackedBatch
+from treadle_plugins.attention.numba_backend import jobs, plan
+from treadle_plugins.attention.numba_backend.shape import KernelShape, Scratch
+from treadle_plugins.attention.spec import AttentionSpec, LayerAttention
+
+Words = Any
+"""An array of int64 that C can read: ctypes' own, whose elements are set faster than numpy's."""
+_LOG2E = 1.4426950408889634
+_EVERYTHING = 1 << 60
+"""A window that no context fills."""
+_SMALL_COST = 20_000
+"""Tokens times rows below which waking the other threads takes longer than the work."""
+_LINE = 64
+
+
+class Workspace:
+    """Memory that kernels work in. It grows, and is the same for all layers."""
+
+    def __init__(self, shape: KernelShape) -> None:
+        self._scratch_bytes = Scratch(shape).num_bytes
+        self._state_bytes = shape.state_bytes
+        self._scratch, self._states = np.empty(0, np.uint8), np.empty(0, np.uint8)
+        self._counters = np.zeros(0, np.int64)
+
+    def scratch(self, num_threads: int) -> int:
+        """Address of the threads' own memory."""
+        needed = num_threads * self._scratch_bytes + _LINE
+        if len(self._scratch) < needed:
+            self._scratch = np.zeros(needed, np.uint8)
+        return _aligned(self._scratch)
+
+    def states(self, num_states: int) -> int:
+        """Address of memory for states of parts."""
+        needed = num_states * self._state_bytes + _LINE
+        if len(self._states) < needed:
+            self._states = np.empty(2 * needed, np.uint8)
+        return _aligned(self._states)
+
+    def counters(self, num_counters: int) -> int:
+        """Address of counters, which are 0 outside of a call."""
+        if len(self._counters) < num_counters:
+            self._counters = np.zeros(2 * num_counters, np.int64)
+        return int(self._counters.ctypes.data)
+
+
+class Call:
+    """A job of attention for layers that attend alike."""
+
+    def __init__(self, spec: AttentionSpec, shape: KernelShape, how: LayerAttention, workspace: Workspace) -> None:
+        self.job = words(jobs.JOB_WORDS)
+        self.is_small = True
+        """The job is done before other threads would be awake."""
+        self._spec, self._shape, self._how, self._workspace = spec, shape, how, workspace
+        self._plan: plan.Plan | None = None
+        slopes = how.alibi_slopes or (0.0,) * spec.num_heads
+        self._slopes = np.array(slopes, np.float32) * np.float32(_LOG2E)
+        self._fill()
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._plan = None
+
+    def ready(self, batch: PackedBatch, num_threads: int) -> None:
+        """Fill in what all layers of the step share, unless that is done."""
+        if self._plan is not None:
+            return
+        heads = self._spec.num_kv_heads
+        made = self._plan = plan.make(batch, self._shape, heads, self._how.window, num_threads)
+        job, space = self.job, self._workspace
+        job[jobs.NUM_TASKS], job[jobs.TASKS] = len(made.tasks), made.tasks.ctypes.data
+        job[jobs.SCRATCH] = space.scratch(num_threads)
+        job[jobs.PARTS], job[jobs.COUNTERS] = space.states(made.num_states), space.counters(made.num_counters)
+        job[jobs.TABLES] = batch.tables.data_ptr()
+        self.is_small = made.cost < _SMALL_COST
+
+    def _fill(self) -> None:
+        spec, shape, how, job = self._spec, self._shape, self._how, self.job
+        head_bytes = spec.block_size * shape.row_bytes
+        job[jobs.KEY_HEAD_BYTES] = job[jobs.VALUE_HEAD_BYTES] = head_bytes
+        job[jobs.KEY_BLOCK_BYTES] = job[jobs.VALUE_BLOCK_BYTES] = spec.num_kv_heads * head_bytes
+        job[jobs.BLOCK_SIZE], job[jobs.NUM_HEADS] = spec.block_size, spec.num_heads
+        job[jobs.WINDOW] = _EVERYTHING if how.window is None else how.window
+        job[jobs.SLOPES] = self._slopes.ctypes.data
+        job[jobs.SCALE] = _bits(how.scale * _LOG2E)
+        job[jobs.CAP] = 0 if how.soft_cap is None else 1
+        if how.soft_cap is not None:
+            job[jobs.CAP_IN], job[jobs.CAP_OUT] = _bits(how.scale / how.soft_cap), _bits(how.soft_cap / how.scale)
+
+
+def words(count: int) -> Words:
+    """So many words of 0."""
+    return (ctypes.c_int64 * count)()
+
+
+def address_of(array: Words) -> int:
+    """Where the words lie."""
+    return ctypes.addressof(array)
+
+
+def _bits(number: float) -> int:
+    """A float32 as the lower half of a word."""
+    return int(struct.unpack("<I", struct.pack("<f", number))[0])
+
+
+def _aligned(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
+    return -(-int(memory.ctypes.data) // _LINE) * _LINE

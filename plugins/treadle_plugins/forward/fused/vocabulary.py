@@ -1,0 +1,96 @@
+"""Embedding and LM head. Where the model ties them, one packed weight serves both.
+
+oneDNN packs a weight [out, in] as    [out / block, in / pair, block, pair]
+with pairs of 2 in bfloat16, 1 in float32, and blocks of 16 to 64. Which it chose is found out by comparing, and when no
+guess holds, the embedding keeps its own weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import nn
+
+from treadle_plugins.forward.fused.linear import (
+    CalledLinear,
+    Linear,
+    PackedLinear,
+    bias_of,
+    give_up,
+    is_linear,
+    is_plain,
+    linear_of,
+    pack_weight,
+)
+from treadle_plugins.forward.fused.report import Report
+
+_BLOCKS = (64, 48, 32, 16)
+_ROWS_AT_ONCE = 4096
+
+
+class Embedding:
+    """Rows of a weight [vocabulary, hidden] that lies in memory as it is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] for [tokens]."""
+        rows: torch.Tensor = self._module(token_ids[None])[0]
+        return rows
+
+
+class PackedEmbedding:
+    """Rows of a packed weight, gathered piece by piece."""
+
+    def __init__(self, packed: PackedLinear, shape: torch.Size, dtype: torch.dtype, block: int) -> None:
+        self._packed = packed  # owns the memory that `_pieces` shows
+        self._block = block
+        pair = 4 // dtype.itemsize
+        address = torch.ops.mkldnn.data_ptr(packed.weight)
+        memory = (ctypes.c_char * packed.nbytes).from_address(address)
+        self._pieces = torch.frombuffer(memory, dtype=dtype).view(-1, shape[1] // pair, block, pair)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[tokens, hidden] for [tokens]."""
+        pieces = self._pieces[token_ids // self._block, :, token_ids % self._block]  # [tokens, hidden / pair, pair]
+        return pieces.flatten(1)
+
+
+def vocabulary_of(embedding: nn.Module, head: nn.Module, report: Report) -> tuple[Embedding | PackedEmbedding, Linear]:
+    """The embedding and the LM head, packed where they can be; their own weights are given up."""
+    if not is_linear(head):
+        report.plain[f"LM head ({type(head).__name__}, called as it is)"] += 1
+        return Embedding(embedding), CalledLinear(head)
+    weight = head.get_parameter("weight").detach()
+    tied = getattr(embedding, "weight", None) is head.get_parameter("weight")
+    if not tied or type(embedding) is not nn.Embedding or not is_plain(embedding):
+        return Embedding(embedding), linear_of(head, "LM head", report)
+    packed = pack_weight(weight, bias_of(head), "LM head and embedding", report)
+    shared = _shared(packed, weight)
+    give_up(head)
+    if shared is None:
+        report.plain["embedding (oneDNN packed the LM head in an unknown order, so it keeps a copy of its own)"] += 1
+        return Embedding(embedding), packed
+    give_up(embedding)
+    return shared, packed
+
+
+def _shared(packed: PackedLinear, weight: torch.Tensor) -> PackedEmbedding | None:
+    """An embedding that reads `packed` and answers exactly as `weight` would; None when its order is unknown."""
+    rows, columns = weight.shape
+    row_bytes = columns * weight.dtype.itemsize
+    if row_bytes % 4 or packed.nbytes % row_bytes or packed.nbytes // row_bytes < rows:
+        return None
+    for block in _BLOCKS:
+        if packed.nbytes // row_bytes % block == 0:
+            embedding = PackedEmbedding(packed, weight.shape, weight.dtype, block)
+            if all(_equal(embedding, weight, first) for first in range(0, rows, _ROWS_AT_ONCE)):
+                return embedding
+    return None
+
+
+def _equal(embedding: PackedEmbedding, weight: torch.Tensor, first: int) -> bool:
+    last = min(first + _ROWS_AT_ONCE, len(weight))
+    return torch.equal(embedding(torch.arange(first, last)), weight[first:last])

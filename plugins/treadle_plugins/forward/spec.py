@@ -1,0 +1,43 @@
+"""What the torch executor asks of a forward pass, and what it offers to one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Attend(Protocol):
+    """Attention of one pass, over the pool."""
+
+    def __call__(
+        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """[tokens, heads, head_dim] for `queries` of that shape; to be called once for each layer.
+
+        `keys` and `values` are [tokens, kv_heads, head_dim], already rotated, and are stored first. All three may be
+        views whose rows lie apart; within a row they are contiguous. Scale, window, ALiBi and soft cap are those with
+        which the model itself attended at start-up.
+        """
+        ...
+
+
+@runtime_checkable
+class PackedForward(Protocol):
+    """A model's forward pass over packed tokens: those of all sequences behind one another, without padding."""
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Logits [rows, vocabulary], in any precision.
+
+        `token_ids` and `positions` are [tokens], int64, in range; `rows` are indices into the tokens, in any order,
+        some perhaps twice, perhaps none.
+        """
+        ...
+
+    def describe(self) -> Mapping[str, str]:
+        """Facts for `treadle explain`: what computes the pass, what was replaced, what was not and why."""
+        ...
