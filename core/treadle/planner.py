@@ -207,12 +207,12 @@ class Planner:
                 books.release(step, finished)
             return True
         short = max(1, needed - self._pool.num_free)
+        if len(books.running) == int(runs):
+            # alone: nobody would gain if it gave way itself, so those that wait and those that pinned do
+            return books.reclaim_from_waiting(step, request, short, swapped=True) or books.unpin_all()
         if runs and books.reclaim_from_waiting(step, request, short, swapped=False):
             return True
-        if runs and self._preempt_for(step, request, short):
-            return request.phase is Phase.RUNNING
-        alone = len(books.running) == int(runs)
-        return alone and (books.reclaim_from_waiting(step, request, short, swapped=True) or books.unpin_all())
+        return runs and self._preempt_for(step, request, short) and request.phase is Phase.RUNNING
 
     def _preempt_for(self, step: Step, request: LiveRequest, num_blocks: int) -> bool:
         may_swap = self._books.swap_space.num_blocks > 0

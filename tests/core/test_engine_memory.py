@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from treadle import FinishReason, Phase, Preemption, PreemptionMode, Request, SamplingParams, Step, hookimpl
+from treadle import Engine, FinishReason, Phase, Preemption, PreemptionMode, Request, SamplingParams, Step, hookimpl
 from treadle.testing import FakeExecutor, drain_checked
 
 POLICIES = pytest.mark.parametrize("preempt", ["recompute", "none"])
@@ -163,6 +163,25 @@ def test_a_pass_that_fails_while_blocks_are_copied_costs_no_token(failing_copy: 
     assert engine.books.swap_space.num_free == 16
 
 
+@PREFIXES
+@pytest.mark.parametrize("mode", list(PreemptionMode))
+@pytest.mark.parametrize("num_blocks", [1, 2, 50])
+def test_a_victim_may_keep_its_first_blocks(
+    num_blocks: int, mode: PreemptionMode, prefix: str, build: Any, assert_right: Any
+) -> None:
+    class Part:
+        @hookimpl
+        def preempt(self, step: Step) -> Preemption:
+            return Preemption(next(step.victims()), mode, num_blocks)
+
+    executor = FakeExecutor(num_swap_blocks=4)
+    engine = build(Part(), executor=executor, num_blocks=8, prefix=prefix)
+    handles = [engine.submit([*range(1, 20), *[n] * (5 * n)], SamplingParams(max_tokens=30 + 9 * n)) for n in range(5)]
+    drain_checked(engine, 5000)
+    assert any(completion.num_preempted for completion in assert_right(handles))
+    assert engine.books.swap_space.num_free == 4
+
+
 # --- priority -------------------------------------------------------------------------------------------------------------------
 
 
@@ -229,3 +248,47 @@ def test_blocks_that_are_never_released_come_back_when_the_engine_is_idle(
     handles = [engine.submit([n] * 30, SamplingParams(max_tokens=4)) for n in range(6)]
     drain_checked(engine, 2000)
     assert_right(handles)
+
+
+# --- pins -----------------------------------------------------------------------------------------------------------------------
+
+
+def _reused_after_pressure(engine: Engine, assert_right: Any, **options: Any) -> int:
+    """Tokens that a prompt finds again after others have needed the whole pool."""
+    first = engine.submit(list(range(1, 50)), SamplingParams(max_tokens=2), **options)
+    drain_checked(engine)
+    others = [engine.submit([n + 60] * 60, SamplingParams(max_tokens=30)) for n in range(6)]
+    drain_checked(engine)
+    again = engine.submit(list(range(1, 50)), SamplingParams(max_tokens=2))
+    drain_checked(engine)
+    return int(assert_right([first, *others, again])[-1].num_cached_tokens)
+
+
+def test_a_pinned_prompt_outlives_others_need(build: Any, assert_right: Any) -> None:
+    assert _reused_after_pressure(build(num_blocks=12), assert_right) == 0
+    assert _reused_after_pressure(build(num_blocks=12), assert_right, pin_s=1000) == 48
+    assert _reused_after_pressure(build(num_blocks=12), assert_right, pin_s=0.001) == 0
+
+
+def test_no_more_is_pinned_than_the_settings_allow(build: Any, assert_right: Any) -> None:
+    engine = build(values={"pool": {"num_blocks": 12, "max_pinned": 0.1}})
+    assert _reused_after_pressure(engine, assert_right, pin_s=1000) == 0
+
+
+def test_pins_yield_where_otherwise_nobody_could_go_on(build: Any, assert_right: Any) -> None:
+    engine = build(num_blocks=12)
+    first = engine.submit(list(range(1, 50)), SamplingParams(max_tokens=2), pin_s=1000)
+    drain_checked(engine)
+    large = engine.submit([7] * 180, SamplingParams(max_tokens=12))
+    drain_checked(engine)
+    assert_right([first, large])
+
+
+def test_a_request_may_leave_nothing_and_take_nothing(build: Any, assert_right: Any) -> None:
+    engine = build()
+    prompt = list(range(1, 50))
+    handles = []
+    for reuse in (False, True, False, True):
+        handles.append(engine.submit(prompt, SamplingParams(max_tokens=2), reuse=reuse))
+        drain_checked(engine)
+    assert [completion.num_cached_tokens for completion in assert_right(handles)] == [0, 0, 0, 48]

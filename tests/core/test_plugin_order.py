@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import click
 import pytest
 
 from treadle import Accept, Admission, Engine, Open, SamplingParams, StrategySettings, hookimpl
 from treadle.errors import ConfigError
-from treadle.registry import Offer, Registry
+from treadle.registry import CommandRegistrar, Offer, Registry
 from treadle.testing import drain_checked
 
 
@@ -131,3 +132,14 @@ def test_a_blocked_plugin_is_not_loaded_and_a_note_says_so(build: Any, registry:
 def test_what_is_installed_changes_nothing_until_it_is_named(build: Any, offered: Any) -> None:
     before = build().manager.callers()
     assert build(registry=offered(plugin_a=_gate("A"), admit_b=_gate("B"))).manager.callers() == before
+
+
+def test_a_plugin_may_offer_commands(build: Any) -> None:
+    class Offering:
+        @hookimpl
+        def register_commands(self, registrar: CommandRegistrar) -> None:
+            registrar.add(click.Command("mine"))
+
+    registrar = CommandRegistrar()
+    build(Offering()).manager.hook.register_commands(registrar=registrar)
+    assert list(registrar.commands) == ["mine"]

@@ -260,6 +260,15 @@ TABLE: dict[tuple[str, str], list[Breach]] = {
     ("preempt", "names a victim of lower priority when the request is waiting"): _each(
         [lambda step, request, num_blocks: Preemption(max(step.victims(), key=lambda victim: victim.priority))], options=URGENT
     ),
+    ("preempt", "takes at least one block, or all"): _each(
+        [
+            lambda step, request, num_blocks: Preemption(_last(step), num_blocks=0),
+            lambda step, request, num_blocks: Preemption(_last(step), num_blocks=True),
+            lambda step, request, num_blocks: Preemption(_last(step), num_blocks="all"),  # type: ignore[arg-type]
+        ],
+        options=TIGHT,
+        stretch=4,
+    ),
     ("preempt", "swaps only where the executor has swap space"): _each(
         [lambda step, request, num_blocks: Preemption(_last(step), PreemptionMode.SWAP)], options=TIGHT, stretch=4
     ),

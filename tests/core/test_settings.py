@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ Load = Callable[..., Settings]
 @pytest.fixture
 def resolve(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
     """Load a file's text, environment variables and overrides; all else in the environment is as if it were unset."""
+
+    for name in [name for name in os.environ if name.startswith("TREADLE_")]:
+        monkeypatch.delenv(name)
 
     def run(
         text: str | None = None, env: dict[str, str] | None = None, overrides: list[str] | None = None, **more: Any

@@ -43,7 +43,7 @@ REASON = re.compile(r"<!-- *not run: *(\S.*?) *-->")
 SAVED_AS = re.compile(r"# *([\w./-]+\.(?:toml|py|json|jsonl))$")
 CODE_DIRECTIVES = ("{code-block}", "{code}", "{sourcecode}")
 VARIABLES = re.compile(r"(?:[A-Z_]+=(?:'[^']*'|[^\s']*) +)*")
-LONGEST_S = 240
+LONGEST_S = 300
 
 
 @dataclass(frozen=True)
@@ -229,11 +229,12 @@ def pages() -> list[Path]:
 
 
 def parameters() -> list[ParameterSet]:
-    found = []
+    found: list[ParameterSet] = []
     for page in pages():
         name = page.relative_to(ROOT).as_posix()
         head = page.read_text(encoding="utf-8").splitlines()[:15] if page.exists() else []
-        marks = [pytest.mark.model] if "<!-- needs: model -->" in head else []
+        # such a page loads the model once for each of its commands
+        marks = [pytest.mark.model, pytest.mark.timeout(600)] if "<!-- needs: model -->" in head else []
         found.append(pytest.param(page, id=name, marks=marks))
     return found
 

@@ -78,14 +78,14 @@ def test_a_tiny_pool_and_small_chunks(family: Family, prefix: str) -> None:
     assert bool(tally["evicted"]) == (prefix != "none")
 
 
-@pytest.mark.parametrize(("prefix", "swap_memory"), [("hash_chain", "1MiB"), ("radix", "48KiB"), ("none", "1MiB")])
+@pytest.mark.parametrize(("prefix", "swap_memory"), [("hash_chain", "1MiB"), ("radix", "24KiB"), ("none", "1MiB")])
 def test_swapped_requests_resume_where_they_were(family: Family, prefix: str, swap_memory: str) -> None:
     """Where swap space is short, some start over instead."""
     tally = Tally()
     pool = {"num_blocks": 10, "swap_memory": swap_memory}
     check(family, tally, prefix=prefix, preempt="swap", pool=pool)
-    assert tally["swapped"]
-    assert (tally["swapped"] < tally["preempted"]) == (swap_memory == "48KiB")
+    assert tally["swapped"] or swap_memory == "24KiB"
+    assert (tally["swapped"] < tally["preempted"]) == (swap_memory == "24KiB")
 
 
 def test_blocks_of_64(family: Family) -> None:

@@ -28,6 +28,10 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     "admit.continuous": {"max_batch_size": 8},
     "admit.static": {"batch_size": 5, "max_wait_ms": 6},
     "admit.windowed": {"max_batch_size": 8, "window_ms": 2, "min_batch": 3},
+    "order.length_bucket": {"limits": [16, 32], "min_batch": 2, "wait_ms": 3},
+    "order.prefix_affinity": {"prefix_tokens": 16, "max_delay_s": 0.05},
+    "order.deadline": {"bulk_target_ms": 50},
+    "budget.adaptive": {"tpot_ms": 2, "max_prefill_tokens": 40, "max_batch_size": 8},
     "budget.decode_first": {"max_tokens": 40},
     "budget.whole_prompt": {"max_tokens": 80},
     "allocate.coalescing": {"run_blocks": 2},
@@ -46,9 +50,9 @@ def strategies(registry: Registry) -> dict[str, list[str]]:
 
 
 def refusal(row: Row, registry: Registry) -> str | None:
-    """Why these strategies do not go together; None when they do."""
+    """Why these strategies do not go together, given swap space; None when they do."""
     try:
-        make_engine(registry=registry, **tables(row)).close()
+        make_engine(executor=FakeExecutor(num_swap_blocks=1), registry=registry, **tables(row)).close()
     except ConfigError as error:
         return str(error)
     return None
@@ -112,10 +116,26 @@ def play_row(
 ) -> Tally:
     """Serve a workload with these strategies in a pool that is too small for it.
 
-    Raises AssertionError for a wrong token, books that do not balance, or a request that does not end by itself.
+    Raises AssertionError for a wrong token, books that do not balance, a request that does not end by itself, or when memory was
+    never short though these strategies allow it; ConfigError when they refuse each other.
     """
     tally = Tally()
     executor = FakeExecutor(num_swap_blocks=num_swap_blocks)
     with make_engine(tally, executor=executor, num_blocks=num_blocks, registry=registry, **tables(row)) as engine:
         assert_right(engine, serve(engine, shared_prefix_traffic() if arrivals is None else arrivals))
+    missing = [event for event in _expected_events(row) if not tally[event]]
+    assert not missing, f"{', '.join(missing)}: never happened, with {dict(tally.counts)}"
     return tally
+
+
+def _expected_events(row: Row) -> list[str]:
+    """What must happen in a pool that is too small, where the strategies allow it."""
+    events = []
+    if row.get("prefix") != "none":
+        events.append("evicted")
+    # who reserved everything at the start never lacks room, and with `none` nobody gives way
+    if row.get("allocate") != "contiguous" and row.get("preempt") != "none":
+        events.append("preempted")
+        if row.get("preempt") == "swap":
+            events.append("swapped")
+    return events

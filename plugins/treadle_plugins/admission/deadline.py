@@ -37,7 +37,7 @@ class Deadline(KeyedOrder):
         """When its first token is due."""
         return request.arrival_s + self._target_ms(request) / 1000
 
-    @hookimpl
+    @hookimpl(tryfirst=True)  # a rule in front of the admit strategy, which has an answer for everybody
     def admit(self, step: Step, request: Request) -> Admission | None:
         """Leave bulk traffic waiting while enough of it runs; everything else is for others to decide."""
         most = self._settings.max_bulk_running

@@ -1,9 +1,9 @@
-"""order.prefix_affinity: requests that begin like running ones go first, so that they find their blocks still cached."""
+"""order.prefix_affinity: requests that begin like running or cached ones go first, while their blocks are still there."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pydantic import Field
 
@@ -23,15 +23,22 @@ class PrefixAffinitySettings(StrategySettings):
 
 
 class PrefixAffinity:
-    """Overdue requests first, then those of running groups, then the others, each in the order of arrival."""
+    """Overdue requests first, then those of hot groups, then the others; within a group in the order of arrival.
+
+    A group is hot while a member runs, or while the first block of one is indexed.
+    """
 
     Settings = PrefixAffinitySettings
 
     def __init__(self, settings: PrefixAffinitySettings) -> None:
         self._settings = settings
         self._all = WaitingQueue()
-        self._groups: dict[int, WaitingQueue] = {}
+        self._waiting: dict[int, WaitingQueue] = {}
         self._running: Counter[int] = Counter()
+        self._cached: Counter[int] = Counter()
+        self._group_of_block: dict[int, int] = {}
+        self._hot_and_waiting: dict[int, None] = {}
+        """In the order in which they became so."""
 
     @hookimpl
     def order(self, step: Step) -> Iterator[Request]:
@@ -42,8 +49,8 @@ class PrefixAffinity:
                 break
             seen.add(request.id)
             yield request
-        for group in list(self._running):
-            for request in self._groups.get(group, ()):
+        for group in list(self._hot_and_waiting):
+            for request in self._waiting.get(group, ()):
                 if request.id not in seen:
                     seen.add(request.id)
                     yield request
@@ -62,18 +69,20 @@ class PrefixAffinity:
     @hookimpl
     def request_preempted(self, request: Request) -> None:
         """It waits again."""
-        self._stop(request)
+        self._count(self._running, request.stash[GROUP], -1)
         self._wait(request)
 
     @hookimpl
     def request_admitted(self, request: Request) -> None:
         """Its like are hot now."""
-        self._run(request)
+        self._unwait(request)
+        self._count(self._running, request.stash[GROUP], 1)
 
     @hookimpl
     def request_resumed(self, request: Request) -> None:
         """Its like are hot again."""
-        self._run(request)
+        self._unwait(request)
+        self._count(self._running, request.stash[GROUP], 1)
 
     @hookimpl
     def request_finished(self, request: Request) -> None:
@@ -81,31 +90,48 @@ class PrefixAffinity:
         if request.batch is None:
             self._unwait(request)
         else:
-            self._stop(request)
+            self._count(self._running, request.stash[GROUP], -1)
+
+    @hookimpl
+    def blocks_filled(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Its like are hot as long as its first block is there."""
+        group = request.stash[GROUP]
+        if group is not None and block_ids[0] == request.block_table[0]:
+            self._group_of_block[block_ids[0]] = group
+            self._count(self._cached, group, 1)
+
+    @hookimpl
+    def blocks_evicted(self, block_ids: Sequence[int]) -> None:
+        """Their like have cooled down."""
+        for block_id in block_ids:
+            self._count(self._cached, self._group_of_block.pop(block_id, None), -1)
 
     def _wait(self, request: Request) -> None:
         group = request.stash[GROUP]
         self._all.add(request, request.arrival_s)
         if group is not None:
-            self._groups.setdefault(group, WaitingQueue()).add(request, request.arrival_s)
+            self._waiting.setdefault(group, WaitingQueue()).add(request, request.arrival_s)
+            self._note(group)
 
     def _unwait(self, request: Request) -> None:
         group = request.stash[GROUP]
         self._all.discard(request)
-        if group is not None and group in self._groups:
-            self._groups[group].discard(request)
-            if not len(self._groups[group]):
-                del self._groups[group]
+        if group is not None and group in self._waiting:
+            self._waiting[group].discard(request)
+            if not len(self._waiting[group]):
+                del self._waiting[group]
+            self._note(group)
 
-    def _run(self, request: Request) -> None:
-        self._unwait(request)
-        group = request.stash[GROUP]
-        if group is not None:
-            self._running[group] += 1
+    def _count(self, counter: Counter[int], group: int | None, change: int) -> None:
+        if group is None:
+            return
+        counter[group] += change
+        if not counter[group]:
+            del counter[group]
+        self._note(group)
 
-    def _stop(self, request: Request) -> None:
-        group = request.stash[GROUP]
-        if group is not None:
-            self._running[group] -= 1
-            if not self._running[group]:
-                del self._running[group]
+    def _note(self, group: int) -> None:
+        if group in self._waiting and (group in self._running or group in self._cached):
+            self._hot_and_waiting.setdefault(group)
+        else:
+            self._hot_and_waiting.pop(group, None)

@@ -16,6 +16,9 @@ from treadle_plugins.execution.torch_executor.hookspecs import TorchExecutorHook
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
+
+    from treadle_plugins.forward.spec import PackedForward
 
 BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
 
@@ -29,6 +32,9 @@ class TorchSettings(StrategySettings):
     """Precision of weights and KV; `auto` is bfloat16 where the processor multiplies it natively, else float32."""
     num_threads: int | None = Field(None, ge=1)
     """Threads of torch on the CPU; unset leaves torch's own choice."""
+    forward: Literal["auto", "plain"] = "auto"
+    """`auto` packs the weights and fuses the pass on a CPU, as far as the architecture is known; `plain` leaves all to
+    transformers."""
     offline: bool = False
     """Fetch nothing: only what is on this machine is used."""
 
@@ -67,8 +73,18 @@ class TorchStrategy:
             choose_attention=lambda spec: hooks.attention(spec=spec),
             clock=MonotonicClock(),
             prepare_model=lambda model: hooks.prepare_model(model=model, settings=self._settings),
+            make_forward=lambda model, plain: hooks.forward(model=model, plain=plain, settings=self._settings),
             process_logits=(lambda logits, works: hooks.process_logits(logits=logits, works=works)) if changes_logits else None,
         )
+
+    @hookimpl(trylast=True)  # what comes with the executor stands behind every plugin's answer
+    def forward(self, model: PreTrainedModel, plain: PackedForward) -> PackedForward | None:
+        """The fused pass, where the settings want it."""
+        if self._settings.forward == "plain":
+            return None
+        from treadle_plugins.forward.auto import AutoForwardStrategy
+
+        return AutoForwardStrategy().forward(model, plain)
 
     def _device(self, torch_: Any) -> str:
         wanted = self._settings.device

@@ -13,6 +13,8 @@ from treadle.plan import Work
 from treadle.sampling_params import SamplingParams
 from treadle_plugins.attention.spec import AttentionSpec
 from treadle_plugins.execution.torch_executor.interface import LayerFacts
+from treadle_plugins.execution.torch_executor.passes import Survey
+from treadle_plugins.forward.spec import PackedForward
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 """Largest difference of logits, relative to their norm, that rounding may explain between chunks and one piece."""
@@ -108,6 +110,28 @@ def check_packing(
             f"{neighbours:.3g}) or in chunks ({chunks:.3g}): an architecture that carries more than KV from token to "
             "token is not supported"
         )
+
+
+def check_forward(forward: PackedForward, survey: Survey, other: Survey, dtype: torch.dtype) -> None:
+    """Refuse a forward pass that computes something else than the model itself does."""
+    most = _TOLERANCE.get(dtype, 0.2)
+    name = forward.describe().get("forward", type(forward).__name__)
+    if sorted(other.attended) != sorted(survey.attended):
+        raise ModelError(f"forward pass {name!r} attends in layers {sorted(other.attended)}, the model in {len(survey.attended)}")
+    pairs = [(f"{part} of layer {layer}", getattr(other.attended[layer], part), tensor)
+             for layer, own in survey.attended.items() for part, tensor in own._asdict().items()]
+    for what, got, expected in [*pairs, ("logits", other.logits, survey.logits)]:
+        if got.shape != expected.shape or not _difference(got.float(), expected.float()) <= most:
+            raise ModelError(
+                f"forward pass {name!r} computes other {what} than the model itself does (relative difference "
+                f"{_shape_or_difference(got, expected)}, at most {most} is rounding); set execute.forward='plain'"
+            )
+
+
+def _shape_or_difference(got: torch.Tensor, expected: torch.Tensor) -> str:
+    if got.shape != expected.shape:
+        return f"of shapes {tuple(got.shape)} and {tuple(expected.shape)}"
+    return f"{_difference(got.float(), expected.float()):.3g}"
 
 
 def _difference(logits: torch.Tensor, reference: torch.Tensor) -> float:

@@ -17,10 +17,14 @@ from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec
 from treadle_plugins.execution.torch_executor import checks, families, interface
 from treadle_plugins.execution.torch_executor.outcomes import ProcessLogits, conclude
 from treadle_plugins.execution.torch_executor.packing import Limits, WorkRows, faults, lay_out_rows, pack
+from treadle_plugins.execution.torch_executor.passes import PlainForward, PoolAttention, Survey, SurveyAttention
 from treadle_plugins.execution.torch_executor.swap import SwapSpace
+from treadle_plugins.forward.spec import PackedForward
 
 ChooseAttention = Callable[[AttentionSpec], AttentionBackend | None]
 """A backend that can do what the spec asks for; None when there is none."""
+MakeForward = Callable[[PreTrainedModel, PackedForward], "PackedForward | None"]
+"""A forward pass for the model, given its own; None leaves that."""
 
 
 class TorchExecutor:
@@ -38,24 +42,23 @@ class TorchExecutor:
         *,
         choose_attention: ChooseAttention,
         clock: Clock,
+        make_forward: MakeForward | None = None,
         process_logits: ProcessLogits | None = None,
     ) -> None:
-        self._network: PreTrainedModel | None = model.eval()
+        self._kind = type(model.eval()).__name__
         self._info, self._tokenizer, self._clock = info, tokenizer, clock
         self._choose_attention, self._process_logits = choose_attention, process_logits
         self._device = model.device
         self._context = interface.ForwardContext()
+        self._backend: AttentionBackend | None = None
         self._swap: SwapSpace | None = None
         self._limits = Limits(info.vocab_size, info.max_length, num_blocks=0, block_size=1)
         interface.register()
         families.connect(model, self._context)
         interface.bind(model, self._context)
-        parameters = inspect.signature(model.forward).parameters
-        self._passes_positions, self._passes_rows = "position_ids" in parameters, "logits_to_keep" in parameters
-        if families.needs_positions(model) and not self._passes_positions:
-            raise ModelError(f"{type(model).__name__} cannot be told the tokens' positions: packed tokens need them")
         checks.check_positions(model, info)
-        self._survey()
+        self._pass: PackedForward | None = self._choose_forward(model, make_forward)
+        self._hows = [self._context.facts[layer].how for layer in range(info.num_layers)]
 
     @property
     def model(self) -> ModelInfo:
@@ -75,7 +78,9 @@ class TorchExecutor:
     @property
     def attention(self) -> AttentionBackend:
         """The backend that keeps the pool's K and V. Raises ExecutionError while no pool is open."""
-        return self._context.opened()
+        if self._backend is None:
+            raise ExecutionError("the executor has no pool: open_pool was not called, or close was")
+        return self._backend
 
     @torch.inference_mode()
     def open_pool(self, spec: PoolSpec) -> PoolSize:
@@ -89,7 +94,7 @@ class TorchExecutor:
                 f"memory_bytes is {spec.memory_bytes} and num_blocks {spec.num_blocks}; give it more memory or a "
                 "smaller block size"
             )
-        self._context.backend = backend
+        self._backend = backend
         self._probe(backend, spec)
         num_swap_blocks = spec.swap_bytes // block_bytes
         self._allocate(backend, num_blocks, num_swap_blocks, block_bytes)
@@ -123,12 +128,14 @@ class TorchExecutor:
     def describe(self) -> dict[str, str]:
         """Facts for `treadle explain`."""
         facts = {
-            "architecture": "closed" if self._network is None else type(self._network).__name__,
+            "architecture": self._kind,
             "device": str(self._device),
             "precision": str(self._context.facts[0].dtype).removeprefix("torch."),
         }
-        if self._context.backend is not None:
-            facts["attention"] = self._context.backend.name
+        if self._pass is not None:
+            facts |= self._pass.describe()
+        if self._backend is not None:
+            facts["attention"] = self._backend.name
         return facts
 
     def memory(self) -> dict[str, int]:
@@ -147,50 +154,52 @@ class TorchExecutor:
     def close(self) -> None:
         """Let go of the weights, the pool and the swap space."""
         self._swap = None
-        self._network = None
-        self._context.backend = None
+        self._pass = None
+        self._backend = None
 
     def _forward(self, works: Sequence[Work], rows: Sequence[WorkRows]) -> torch.Tensor:
         """Logits [rows, vocabulary] in float32, at the positions that `rows` name."""
+        if self._pass is None:
+            raise ExecutionError("the executor is closed")
         batch = pack(works, rows, self._limits, self._device)
         self.attention.prepare(batch)
-        self._context.batch = batch
-        try:
-            logits = self._call_network(batch.token_ids, batch.positions, batch.logit_rows)
-        finally:
-            self._context.batch = None
+        attend = PoolAttention(self.attention, batch, self._hows)
+        logits = self._pass(batch.token_ids, batch.positions, batch.logit_rows, attend)
+        self._check_layers(attend.num_calls)
         return logits.float()
 
-    def _call_network(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Logits [rows, vocabulary]; checks that every layer attended."""
-        if self._network is None:
-            raise ExecutionError("the executor is closed")
-        arguments: dict[str, object] = {"input_ids": token_ids[None], "use_cache": False, "return_dict": True}
-        if self._passes_positions:
-            arguments["position_ids"] = positions[None]
-        if self._passes_rows:
-            arguments["logits_to_keep"] = rows
-        self._context.num_calls = 0
-        logits: torch.Tensor = self._network(**arguments).logits[0]
-        if self._context.num_calls != self._info.num_layers:
+    def _check_layers(self, num_calls: int) -> None:
+        if num_calls != self._info.num_layers:
             raise ModelError(
-                f"{type(self._network).__name__} attended {self._context.num_calls} times in a pass over "
-                f"{self._info.num_layers} layers: not every layer attends through transformers' interface"
+                f"{self._kind} attended {num_calls} times in a pass over {self._info.num_layers} layers: "
+                "not every layer attends through transformers' interface"
             )
-        return logits if self._passes_rows else logits[rows]
 
     @torch.inference_mode()
-    def _survey(self) -> None:
-        """Learn from a pass over one token how each layer attends."""
-        zero = torch.zeros(1, dtype=torch.int64, device=self._device)
+    def _choose_forward(self, model: PreTrainedModel, make_forward: MakeForward | None) -> PackedForward:
+        """The model's own pass, or the one that `make_forward` answers with, if it computes the same."""
+        plain = PlainForward(model, self._context)
+        own = self._survey(plain)
+        checks.check_facts(self._context.facts, self._info)
+        self._context.learnt = True
+        forward = None if make_forward is None else make_forward(model, plain)
+        if forward is None:
+            return plain
+        checks.check_forward(forward, own, self._survey(forward), self._context.facts[0].dtype)
+        return forward
+
+    def _survey(self, forward: PackedForward) -> Survey:
+        """Learn from a pass over a few tokens, each of which sees itself alone, how each layer attends."""
+        numbers = torch.arange(checks.PROBE_TOKENS, device=self._device)
+        attend = SurveyAttention()
         try:
-            self._call_network(zero, zero, zero)
+            logits = forward(numbers % self._info.vocab_size, numbers, numbers, attend)
         except TreadleError:
             raise
         except Exception as error:
-            kind = type(self._network).__name__
-            raise ModelError(f"{kind} cannot compute packed tokens: {type(error).__name__}: {error}") from error
-        checks.check_facts(self._context.facts, self._info)
+            raise ModelError(f"{self._kind} cannot compute packed tokens: {type(error).__name__}: {error}") from error
+        self._check_layers(len(attend.seen))
+        return Survey(logits, attend.seen)
 
     def _backend_for(self, block_size: int, kv_format: KVFormat) -> AttentionBackend:
         spec = checks.spec_of(self._context.facts, self._info, block_size, kv_format, self._device.type)
@@ -228,9 +237,18 @@ def build(
     choose_attention: ChooseAttention,
     clock: Clock,
     prepare_model: Callable[[PreTrainedModel], None] | None = None,
+    make_forward: MakeForward | None = None,
     process_logits: ProcessLogits | None = None,
 ) -> TorchExecutor:
     """An executor over a loaded model, which it takes over. `prepare_model` may change the model in place first."""
     if prepare_model is not None:
         prepare_model(model)
-    return TorchExecutor(model, info, tokenizer, choose_attention=choose_attention, clock=clock, process_logits=process_logits)
+    return TorchExecutor(
+        model,
+        info,
+        tokenizer,
+        choose_attention=choose_attention,
+        clock=clock,
+        make_forward=make_forward,
+        process_logits=process_logits,
+    )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from treadle.plan import Work
     from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec
+    from treadle_plugins.forward.spec import PackedForward
 
 hookspec = pluggy.HookspecMarker("treadle")
 
@@ -34,6 +35,18 @@ class TorchExecutorHooks:
 
         May replace modules and weights in place. `settings` are the executor's. The model's attention modules are
         bound to the pool afterwards: they must keep their `layer_idx` and call transformers' attention interface.
+        """
+
+    @hookspec(firstresult=True)
+    def forward(self, model: PreTrainedModel, plain: PackedForward, settings: object) -> PackedForward | None:
+        """Answer with a forward pass of your own over packed tokens; None passes the question on.
+
+        Called once, after `prepare_model`, with `plain`, the model's own pass. The first answer counts; when nobody
+        answers, `plain` computes every step. The answer may take the model's weights away (to pack them without a
+        second copy) and not use the model again, or replace modules and answer with a pass that calls `plain`. It must
+        call `attend` once for each layer, with what the model itself would attend with: on a few tokens, queries, keys,
+        values and logits are compared with the model's own, and start-up ends with a ModelError where they differ by
+        more than rounding explains. `settings` are the executor's.
         """
 
     @hookspec

@@ -7,6 +7,8 @@ global is needed this way.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,8 +17,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from treadle.errors import ExecutionError, ModelError
-from treadle_plugins.attention.batch import PackedBatch
-from treadle_plugins.attention.spec import AttentionBackend, LayerAttention
+from treadle_plugins.attention.spec import LayerAttention
+from treadle_plugins.forward.spec import Attend
 
 IMPLEMENTATION = "treadle"
 """Name under which the functions below are registered with transformers."""
@@ -38,46 +40,35 @@ class LayerFacts(NamedTuple):
 
 @dataclass
 class ForwardContext:
-    """The pass that is being computed. One per executor; every module of its model refers to it.
-
-    Without a batch the pass is a survey: one token, which sees itself alone, tells each layer's facts.
-    """
+    """The pass that is being computed. One per executor; every module of its model refers to it."""
 
     facts: dict[int, LayerFacts] = field(default_factory=dict)
-    backend: AttentionBackend | None = None
-    batch: PackedBatch | None = None
-    num_calls: int = 0
+    """How each layer attends, learnt from the first pass."""
+    learnt: bool = False
+    """The first pass is over: a layer that attends in another way than before is refused."""
+    _current: Attend | None = None
+
+    @contextmanager
+    def computing(self, attend: Attend) -> Iterator[None]:
+        """Within the block, modules of the model attend through `attend`."""
+        self._current = attend
+        try:
+            yield
+        finally:
+            self._current = None
 
     def attend(
         self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: LayerAttention
     ) -> torch.Tensor:
         """[1, tokens, heads, head_dim] for queries, keys and values [1, heads, tokens, head_dim]."""
         facts = LayerFacts(queries.shape[1], keys.shape[1], keys.shape[3], keys.dtype, how)
-        self.num_calls += 1
-        if self.batch is None:
-            return self._survey(layer, facts, queries, keys, values)
-        if facts != self.facts[layer]:
+        if self._current is None:
+            raise ExecutionError("the model was called outside of a pass: its attention belongs to the executor")
+        if self.learnt and facts != self.facts[layer]:
             raise ModelError(f"layer {layer} attends as {facts}, but at start-up as {self.facts[layer]}: not supported")
-        backend = self.opened()
-        backend.write(layer, keys[0].transpose(0, 1), values[0].transpose(0, 1), self.batch)
-        return backend.attend(layer, queries[0].transpose(0, 1), self.batch, how)[None]
-
-    def opened(self) -> AttentionBackend:
-        """The backend, once the pool is open."""
-        if self.backend is None:
-            raise ExecutionError("the executor has no pool: open_pool was not called, or close was")
-        return self.backend
-
-    def _survey(
-        self, layer: int, facts: LayerFacts, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
-        if layer in self.facts:
-            raise ModelError(f"layer {layer} attends twice in one pass: not supported")
-        if keys.shape != values.shape or queries.shape[3] != keys.shape[3] or queries.shape[2] != keys.shape[2]:
-            shapes = f"queries {tuple(queries.shape)}, keys {tuple(keys.shape)}, values {tuple(values.shape)}"
-            raise ModelError(f"layer {layer} attends with {shapes}: one key and value of a query's size for each is needed")
         self.facts[layer] = facts
-        return values.repeat_interleave(facts.num_heads // facts.num_kv_heads, dim=1).transpose(1, 2)
+        rows = (part[0].transpose(0, 1) for part in (queries, keys, values))
+        return self._current(layer, *rows)[None]
 
 
 def register() -> None:

@@ -55,8 +55,8 @@ class TorchKernels:
         heads = x[:, : num_heads * head_dim].view(len(x), num_heads, 2, head_dim // 2)
         first, second = heads.float().unbind(dim=2)
         cos, sin = cos[:, None], sin[:, None]
-        heads[:, :, 0] = (first * cos - second * sin).to(x.dtype)
-        heads[:, :, 1] = (second * cos + first * sin).to(x.dtype)
+        turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=2)
+        heads.copy_(turned)
 
 
 def kernels_for(dtype: torch.dtype) -> Kernels:

@@ -1,0 +1,69 @@
+"""For architectures that no fused pass knows: transformers' own pass, its linear layers replaced by packed ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from treadle_plugins.forward.fused.linear import PackedLinear, bias_of, give_up, is_linear, pack_weight, weight_of
+from treadle_plugins.forward.fused.report import Report
+from treadle_plugins.forward.spec import Attend, PackedForward
+
+
+class PackedModule(nn.Module):
+    """Stands where a linear layer stood. It has no `weight`."""
+
+    def __init__(self, packed: PackedLinear) -> None:
+        super().__init__()
+        self._packed = packed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., out] for [..., in]."""
+        return self._packed(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
+
+
+class ReplacedForward:
+    """A PackedForward: that of the model, over the modules that it has now."""
+
+    def __init__(self, plain: PackedForward, title: str, report: Report) -> None:
+        self._plain, self._title, self._report = plain, title, report
+
+    def describe(self) -> dict[str, str]:
+        """Facts for `treadle explain`."""
+        return self._report.facts(self._title)
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Logits [rows, vocabulary]."""
+        return self._plain(token_ids, positions, rows, attend)
+
+
+def replace(model: PreTrainedModel, report: Report) -> None:
+    """Put a packed layer in the place of every linear layer of `model` that shares its weight with nobody."""
+    shared = _shared_weights(model)
+    for path, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if not is_linear(child):
+                continue
+            if id(child.weight) in shared:
+                report.plain[f"{name} (shares its weight)"] += 1
+                continue
+            packed = pack_weight(weight_of(child), bias_of(child), name, report)
+            give_up(child)
+            setattr(parent, name, PackedModule(packed))
+    for module in model.modules():
+        own = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
+        if own and not is_linear(module):
+            report.plain[f"{type(module).__name__}"] += 1
+
+
+def _shared_weights(model: PreTrainedModel) -> set[int]:
+    """Ids of weights that more than one module holds."""
+    seen: set[int] = set()
+    shared: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            (shared if id(parameter) in seen else seen).add(id(parameter))
+    return shared

@@ -1,0 +1,76 @@
+"""Tables of the README and of docs/ that are written by hand name what there is, and all of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from treadle.registry import SLOTS, Registry
+
+ROOT = Path(__file__).resolve().parents[2]
+CODE = re.compile(r"`([\w.]+)`")
+GUIDE = "docs/howto/choose-strategies.md"
+
+
+@pytest.fixture(scope="module")
+def strategies() -> dict[str, list[str]]:
+    """The built-in strategies of each slot, the default first, the others by name."""
+    own = [offer for offer in Registry.installed() if offer.package.split()[0] == "treadle"]
+    return {
+        slot.name: sorted((o.name for o in own if o.kind == slot.name), key=lambda name: (name != slot.default, name))
+        for slot in SLOTS
+    }
+
+
+def rows(page: str, title: str) -> Iterator[list[str]]:
+    """Cells of each row of the table whose first title is `title` and that names strategies."""
+    lines = iter((ROOT / page).read_text(encoding="utf-8").splitlines())
+    for line in lines:
+        if line.startswith(f"| {title} |") and "strateg" in line:
+            next(lines)
+            for row in lines:
+                if not row.startswith("|"):
+                    return
+                yield [cell.strip() for cell in row.strip("|").split("|")]
+
+
+def test_the_readme_lists_every_strategy(strategies: dict[str, list[str]]) -> None:
+    found = {CODE.findall(row[0])[0]: CODE.findall(row[2]) for row in rows("README.md", "slot")}
+    assert found == strategies
+
+
+def test_the_guide_says_when_to_use_each_strategy(strategies: dict[str, list[str]]) -> None:
+    found: dict[str, list[str]] = {}
+    slot = ""
+    for row in rows(GUIDE, "slot"):
+        slot = CODE.findall(row[0])[0] if row[0] else slot
+        found.setdefault(slot, []).append(CODE.findall(row[1])[0])
+        assert all(row[2:4]), row
+    assert found == strategies
+
+
+def test_settings_that_the_guide_names_exist() -> None:
+    page = (ROOT / GUIDE).read_text(encoding="utf-8")
+    registry = Registry.installed()
+    for slot, setting in re.findall(r"`(\w+)\.(\w+)(?: = [^`]*)?`", page):
+        if slot in {s.name for s in SLOTS}:
+            models = [getattr(registry.find(slot, name, "the guide").load(), "Settings", None) for name in registry.names(slot)]
+            assert any(model and setting in model.model_fields for model in models), f"{slot}.{setting}"
+
+
+def test_each_generated_part_is_on_a_page_and_holds_a_table_or_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import generate
+
+    marks: list[str] = []
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        marks += generate.MARK.findall(text)
+        assert "<!-- generated:" not in generate.fill_in(text), page
+    assert sorted(marks) == sorted(generate.PARTS)
+    assert "| `admit` | does not hold a request back without a time while nothing runs |" in generate.rules()
+    del sys.modules["generate"]
