@@ -23,6 +23,7 @@ from treadle.cli import cli
 from treadle.hookspecs import Hooks
 from treadle.registry import SLOT, SLOTS, Offer, Registry, Slot
 from treadle.settings import ENV_PREFIX, Root
+from treadle.testing import suites as contract_suites
 
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 PACKAGE = "treadle"
@@ -77,11 +78,18 @@ def rules() -> str:
     return _table(["hook", "rule"], rows)
 
 
+def suites() -> str:
+    """The contract suites, by what they promise."""
+    rows = [[f"`{name}`", inspect.cleandoc(getattr(contract_suites, name).__doc__)] for name in contract_suites.__all__]
+    return _table(["suite", "promises"], [row for row in rows if row[0].endswith("Suite`") and row[0] != "`StrategySuite`"])
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "strategies": strategies,
     "configuration": configuration,
     "command_line": command_line,
     "rules": rules,
+    "suites": suites,
 }
 
 

@@ -65,6 +65,7 @@ class Books:
         """Longest waiting first."""
         self.held: dict[str, LiveRequest] = {}
         """Finished requests whose blocks are not given back yet."""
+        self._batches_changed = False
         self.ended: list[LiveRequest] = []
         """Requests that ended since the last step was closed."""
         self.journal = Journal()
@@ -138,6 +139,7 @@ class Books:
         if request.is_waiting:
             self._remove_waiting(request)
         self.running.pop(request.id, None)
+        self._batches_changed = True
         request.finish(reason, step.clock.now(), error)
         self.ended.append(request)
         if hold:
@@ -146,6 +148,11 @@ class Books:
             self.give_up_blocks(step, request)
         if queued:
             self._hook.request_finished(step=step, request=request)
+
+    def take_change_of_batches(self) -> bool:
+        """Whether a request ended or was preempted since this was asked last."""
+        changed, self._batches_changed = self._batches_changed, False
+        return changed
 
     def release(self, step: Step, request: LiveRequest) -> None:
         """A held request's blocks go."""
@@ -181,6 +188,7 @@ class Books:
         return keep, BROKEN if record is None else record.ref
 
     def _return_to_waiting(self, step: Step, request: LiveRequest, mode: PreemptionMode) -> None:
+        self._batches_changed = True
         self._add_waiting(request)
         self.waiting.move_to_end(request.id, last=False)
         self._hook.request_preempted(step=step, request=request, mode=mode)

@@ -39,12 +39,10 @@ class Committer:
                 self._end(step, request, FinishReason.ERROR, error)
                 continue
             if outcome.prompt_logprobs and place in outcome.prompt_logprobs:
-                # entry i of a request is for prompt token i + 1; after a preemption some are there already
-                known = len(request.prompt_logprobs) - work.start
-                request.prompt_logprobs += outcome.prompt_logprobs[place][known:]
+                request.add_prompt_logprobs(work.start, outcome.prompt_logprobs[place])
             reason = self._append(request, work, outcome.tokens[place], now)
             if outcome.logprobs and place in outcome.logprobs:
-                request.logprobs += outcome.logprobs[place][: request.num_output - len(request.logprobs)]
+                request.add_logprobs(outcome.logprobs[place])
             if reason is not None:
                 self._end(step, request, reason)
 
@@ -96,7 +94,9 @@ class Committer:
         self._books.finish(step, request, reason, error, hold=not may_go)
 
     def release_held(self, step: Step) -> None:
-        """Ask again about finished requests that still hold blocks. While nothing runs nobody gains by it, and they go."""
+        """Ask again about finished requests that hold blocks, if anything ended since. While nothing runs they go unasked."""
+        if not self._books.take_change_of_batches():
+            return
         for request in list(self._books.held.values()):
             try:
                 may_go = not self._books.running or self._decisions.release(step, request)

@@ -71,9 +71,10 @@ class Decisions:
             return KVFormat()
         if not isinstance(answer, KVFormat):
             self._breach("quantize", "answers a KVFormat or None", answer)
-        named = [layer for layer, _ in answer.whole_heads] + list(answer.whole_layers)
-        heads = [head for _, head in answer.whole_heads]
-        if not all(0 <= n < model.num_layers for n in named) or not all(0 <= n < model.num_kv_heads for n in heads):
+        layers, heads = range(model.num_layers), range(model.num_kv_heads)
+        pairs: list[object] = [*answer.whole_heads, *answer.whole_keys]
+        known = all(isinstance(pair, tuple) and len(pair) == 2 and pair[0] in layers and pair[1] in heads for pair in pairs)
+        if not known or not all(layer in layers for layer in answer.whole_layers):
             self._breach("quantize", "names heads and layers that the model has", answer)
         return answer
 
@@ -87,7 +88,7 @@ class Decisions:
             self._breach("accept", "answers Accept, Trim, Refuse or None", answer)
         if isinstance(answer, Trim) and not (_is_whole(answer.max_prompt_tokens) and answer.max_prompt_tokens >= 1):
             self._breach("accept", "Trim keeps at least 1 prompt token", answer)
-        if isinstance(answer, Refuse) and not answer.reason:
+        if isinstance(answer, Refuse) and not (isinstance(answer.reason, str) and answer.reason):
             self._breach("accept", "Refuse gives a reason", answer)
         return answer
 

@@ -149,12 +149,13 @@ class Engine:
         Raises InvalidRequest for a prompt or values that could never be served, EngineStopped after the engine's end. Whether the
         model and the pool can hold it, and whether it is accepted, is told by its completion.
         """
-        options = RequestOptions(priority, timeout_s, cache_salt, dict(labels or {}), group, reuse, pin_s)
+        options = RequestOptions(priority, timeout_s, cache_salt, _copied(labels), group, reuse, pin_s)
         return self._post(prompt, [(params or SamplingParams(), request_id)], options)[0]
 
     def submit_group(self, prompt: Prompt, params: SamplingParams, n: int, **options: Any) -> list[Handle]:
         """Post `n` requests of one prompt, which share its full blocks. With a seed, their seeds are seed, seed + 1, ..."""
-        if n < 1:
+        wanted_n: object = n
+        if not isinstance(wanted_n, int) or isinstance(wanted_n, bool) or n < 1:
             raise InvalidRequest(f"n={n!r} is not a whole number of at least 1")
         base = options.pop("request_id", None) or self._intake.new_name("g")
         seeds = [None if params.seed is None else params.seed + place for place in range(n)]
@@ -405,6 +406,14 @@ class Engine:
     def check_integrity(self) -> None:
         """Prove the books. Raises IntegrityError. Between steps only."""
         self.books.check_integrity()
+
+
+def _copied(labels: object) -> dict[str, str]:
+    if labels is None:
+        return {}
+    if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
+        raise InvalidRequest(f"labels={labels!r} is not a mapping of texts to texts")
+    return dict(labels)
 
 
 def _awaited(item: Handle | Completion) -> Completion:

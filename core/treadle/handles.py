@@ -140,8 +140,8 @@ class Handle:
             admitted_s=request.admitted_s,
             first_token_s=request.first_token_s,
             finished_s=request.finished_s,
-            logprobs=tuple(request.logprobs),
-            prompt_logprobs=tuple(request.prompt_logprobs),
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
         )
 
     def _text(self) -> str | None:

@@ -50,6 +50,9 @@ class Intake:
 
     def tokens(self, prompt: Prompt) -> Sequence[int]:
         """Token ids of a prompt. Raises InvalidRequest for one that cannot be served."""
+        given: object = prompt
+        if not isinstance(given, Sequence):
+            raise InvalidRequest(f"prompt={given!r} is neither text nor a sequence of token ids")
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidRequest(f"prompt={prompt[:60]!r} is text, and this executor has no tokenizer; give token ids")
@@ -75,6 +78,8 @@ class Intake:
         """
         tokens = self.tokens(prompt)
         self._check_options(options)
+        for _, name in wanted:
+            _check_id(name)
         seeded = [(self._seeded(params), name) for params, name in wanted]
         with self._lock:
             if self._closed is not None:
@@ -96,13 +101,26 @@ class Intake:
         return LiveRequest(name, tokens, params, options, arrival_s=now, sequence=next(self._sequences))
 
     def _check_options(self, options: RequestOptions) -> None:
-        timeout_s, pin_s = options.timeout_s, options.pin_s
-        if timeout_s is not None and not timeout_s > 0:
-            raise InvalidRequest(f"timeout_s={timeout_s!r} is not a time above 0")
-        if pin_s is not None and not (pin_s > 0 and options.reuse):
-            raise InvalidRequest(f"pin_s={pin_s!r} with reuse={options.reuse}: give a time above 0, and reuse=True")
+        priority: object = options.priority
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise InvalidRequest(f"priority={priority!r} is not a whole number")
+        for name in ("timeout_s", "pin_s"):
+            value = getattr(options, name)
+            if value is not None and not (isinstance(value, (int, float)) and value > 0):
+                raise InvalidRequest(f"{name}={value!r} is not a number of seconds above 0")
+        for name in ("cache_salt", "group"):
+            value = getattr(options, name)
+            if value is not None and not isinstance(value, str):
+                raise InvalidRequest(f"{name}={value!r} is not a text")
+        if options.pin_s is not None and not options.reuse:
+            raise InvalidRequest(
+                f"pin_s={options.pin_s!r} pins blocks that reuse={options.reuse!r} does not share; drop one of the two"
+            )
 
     def _seeded(self, params: SamplingParams) -> SamplingParams:
+        given: object = params
+        if not isinstance(given, SamplingParams):
+            raise InvalidRequest(f"params={given!r} are no SamplingParams; SamplingParams.from_mapping makes them from a dict")
         if params.stop and self._tokenizer is None:
             raise InvalidRequest(f"stop={params.stop!r} needs a tokenizer, and this executor has none; use stop_token_ids")
         if params.greedy or params.seed is not None:
@@ -110,7 +128,8 @@ class Intake:
         return replace(params, seed=self._random.getrandbits(63))
 
     def post_cancel(self, request_id: str) -> None:
-        """Ask for a request's end."""
+        """Ask for a request's end. Raises InvalidRequest for what cannot be an id."""
+        _check_id(request_id)
         self._inbox.append(request_id)
 
     def close(self, why: str) -> None:
@@ -174,10 +193,10 @@ class Intake:
         params, model = request.params, self._info.model
         eos = frozenset[int]() if params.ignore_eos else model.eos_token_ids
         if params.stop and self._tokenizer is not None:
-            request.text = TextStream(self._tokenizer, params.stop)
+            request.read_as(TextStream(self._tokenizer, params.stop))
         if request.expires_s is not None:
             heapq.heappush(self._expiries, (request.expires_s, request.sequence, request))
-        isolation = (request.cache_salt, model.fingerprint, self._info.kv_format)
+        isolation = (request.cache_salt, model.fingerprint, self._info.kv_format.name)
         request.queue(limit, eos | frozenset(params.stop_token_ids), isolation)
         self._books.queue(step, request)
 
@@ -197,3 +216,8 @@ class Intake:
                     f"prompt of {prompt} tokens with {asked} needs {total} tokens, and {where} holds {most}; {way_out}"
                 )
         return total if wanted else min(self._info.model.max_length, in_pool)
+
+
+def _check_id(request_id: object) -> None:
+    if request_id is not None and not (isinstance(request_id, str) and request_id):
+        raise InvalidRequest(f"request_id={request_id!r} is not a text")

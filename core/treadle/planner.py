@@ -45,6 +45,7 @@ class Planner:
         self._asked: LiveRequest | None = None
         self._granted_any = False
         self._lacked_room = False
+        self._gave_way: set[str] = set()
         self.wake_s: float | None = None
         """When a waiting request may start, by the last plan."""
 
@@ -73,6 +74,7 @@ class Planner:
         self._asked = None
         self._granted_any = False
         self._lacked_room = False
+        self._gave_way.clear()
         self.wake_s = None
         try:
             self._budget = self._decisions.budget(step)
@@ -220,6 +222,8 @@ class Planner:
         if answer is None:
             return False
         victim = self._books.running[answer.victim.id]
+        if request.is_waiting:
+            self._gave_way.add(victim.id)
         if answer.mode is PreemptionMode.RECOMPUTE or not self._books.swap_out(step, victim, answer.num_blocks):
             self._books.preempt(step, victim, answer.num_blocks)
         return True
@@ -290,6 +294,8 @@ class Planner:
                 if num_started == gate.most:
                     break
                 num_seen += 1
+                if request.id in self._gave_way:
+                    continue  # it must not take back what it has just given up for somebody more urgent
                 answer = self._admission(step, request)
                 if answer is Admission.START:
                     if not self._for_one(step, request, self._start):
@@ -301,7 +307,7 @@ class Planner:
                     held_back = held_back or (request, answer, self._decisions.author("admit"))
                     if answer is Admission.STOP:
                         break
-        if not self._books.running and self._books.waiting and self.wake_s is None:
+        if not self._books.running and self._books.waiting and self.wake_s is None and not self._gave_way:
             self._explain_idleness(step, num_seen, held_back)
 
     def _admission(self, step: Step, request: LiveRequest) -> Admission | None:

@@ -135,6 +135,8 @@ class PluginManager:
         for attribute in _hookimpls(plugin):
             if attribute not in known and not getattr(getattr(plugin, attribute), MARK).get("optionalhook"):
                 raise ConfigError(f"{name} of {package} implements unknown hook {attribute!r}; {nearest(attribute, known)}")
+        if self._pluggy.has_plugin(name):
+            raise ConfigError(f"two plugins are called {name!r} (the second is from {package}); give one another name")
         try:
             self._pluggy.register(plugin, name)
         except (pluggy.PluginValidationError, ValueError) as error:

@@ -117,6 +117,7 @@ class Request:
         "_id",
         "_isolation",
         "_limit",
+        "_logprobs",
         "_lost_from",
         "_num_cached",
         "_num_chained",
@@ -127,15 +128,14 @@ class Request:
         "_phase",
         "_planned_step",
         "_prompt_length",
+        "_prompt_logprobs",
         "_sequence",
         "_stash",
         "_stop_ids",
         "_swapped",
+        "_text",
         "_tokens",
         "_was_trimmed",
-        "logprobs",
-        "prompt_logprobs",
-        "text",
     )  # fmt: skip
 
     def __init__(
@@ -177,9 +177,9 @@ class Request:
         self._finish_reason: FinishReason | None = None
         self._error: Exception | None = None
         self._stash = Stash()
-        self.text: TextStream | None = None
-        self.logprobs: list[TokenLogprobs] = []
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self._text: TextStream | None = None
+        self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
 
     def __repr__(self) -> str:
         return f"<Request {self._id} {self._phase.value} {self._computed}/{len(self._tokens)} tokens>"
@@ -332,6 +332,16 @@ class Request:
     def was_trimmed(self) -> bool:
         """Whether an `accept` rule cut the prompt."""
         return self._was_trimmed
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of the generated tokens, where they were asked for."""
+        return tuple(self._logprobs)
+
+    @property
+    def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of the prompt's tokens but the first, where they were asked for."""
+        return tuple(self._prompt_logprobs)
 
     @property
     def stash(self) -> Stash:
@@ -491,11 +501,23 @@ class LiveRequest(Request):
         may_stop = num_before >= self._params.min_tokens
         if may_stop and token_id in self._stop_ids:
             return FinishReason.STOP
-        if self.text is not None:
-            self.text.push((token_id,), may_stop=num_before + 1 >= self._params.min_tokens)
-            if self.text.stopped is not None:
+        if self._text is not None:
+            self._text.push((token_id,), may_stop=num_before + 1 >= self._params.min_tokens)
+            if self._text.stopped is not None:
                 return FinishReason.STOP
         return FinishReason.LENGTH if len(self._tokens) >= self._limit else None
+
+    def read_as(self, text: TextStream) -> None:
+        """Look for stop strings in what is generated."""
+        self._text = text
+
+    def add_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        """Of the tokens that were appended last, as far as they stand."""
+        self._logprobs += entries[: self.num_output - len(self._logprobs)]
+
+    def add_prompt_logprobs(self, start: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Of the prompt tokens from `start + 1` on; after a preemption some are there already."""
+        self._prompt_logprobs += entries[len(self._prompt_logprobs) - start :]
 
     def mark_first_token(self, now: float) -> None:
         self._first_token_s = now

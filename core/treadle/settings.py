@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from treadle.errors import ConfigError, TreadleError, nearest
 from treadle.registry import SLOT, SLOTS, Offer, Registry, StrategyRegistrar, load_object
@@ -167,7 +167,8 @@ class Layers:
         if before and "strategy" in table and before.get("strategy", SLOT[slot].default) != table["strategy"]:
             # settings of another strategy mean nothing to this one
             for name in [n for n in before if n != "strategy"]:
-                was = self.origins.pop((slot, name))
+                places = [path for path in self.origins if path[:2] == (slot, name)]
+                was = ([self.origins.pop(path) for path in places] or [origin])[0]
                 chosen = table["strategy"]
                 self.notes.append(f"{slot}.{name}={before[name]!r} (from {was}) is left out: {origin} chose {chosen!r}")
             self.values[slot] = {}
@@ -240,22 +241,15 @@ def read_file(path: Path) -> dict[str, Any]:
 def read_environment() -> list[tuple[str, dict[str, Any]]]:
     """Variables such as TREADLE_ADMIT__MAX_BATCH_SIZE=8, each as a layer of its own. Unknown names are errors."""
     known = {f"{ENV_PREFIX}{name.upper()}" for name in Root.model_fields}
-    source = EnvSettingsSource(Root)
-    read: dict[str, Any] = source()
     found = []
     for variable in sorted(os.environ):
         if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
             continue
         if variable.split("__")[0] not in known:
             raise ConfigError(f"unknown environment variable {variable}; {nearest(variable, known)}")
+        origin = f"environment variable {variable}"
         keys = variable[len(ENV_PREFIX) :].lower().split("__")
-        if len(keys) == 1 and keys[0] in SLOT:
-            value: Any = os.environ[variable]
-        else:
-            value = read
-            for key in keys:
-                value = value[key]
-        found.append((variable, _nest(keys, _structured(value))))
+        found.append((variable, _nest(keys, _structured(os.environ[variable], origin))))
     return found
 
 
@@ -264,7 +258,7 @@ def _parse_override(text: str) -> dict[str, Any]:
     keys = name.strip().split(".")
     if not equals or not all(keys):
         raise ConfigError(f"--set {text!r} is not of the form name=value, such as admit.max_batch_size=24")
-    return _nest(keys, _structured(value.strip()))
+    return _nest(keys, _structured(value.strip(), f"--set {text}"))
 
 
 def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
@@ -274,14 +268,14 @@ def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
     return nested
 
 
-def _structured(value: Any) -> Any:
+def _structured(value: str, origin: str) -> Any:
     """Lists and inline tables are written as in TOML; everything else is text, which the setting's own type reads."""
-    if not isinstance(value, str) or value[:1] not in ("[", "{"):
+    if value[:1] not in ("[", "{"):
         return value
     try:
         return tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{value!r} is not a TOML list or inline table: {error}") from error
+        raise ConfigError(f"{value!r} (from {origin}) is not a TOML list or inline table: {error}") from error
 
 
 def resolve(layers: Layers, registry: Registry) -> Settings:

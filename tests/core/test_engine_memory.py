@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from treadle import Engine, FinishReason, Phase, Preemption, PreemptionMode, Request, SamplingParams, Step, hookimpl
+from treadle import FinishReason, Phase, Preemption, PreemptionMode, Request, SamplingParams, Step, hookimpl
 from treadle.testing import FakeExecutor, drain_checked
 
 POLICIES = pytest.mark.parametrize("preempt", ["recompute", "none"])
@@ -241,6 +241,22 @@ def test_held_blocks_are_taken_back_when_a_running_request_needs_them(
     assert [completion.num_preempted for completion in assert_right(handles)] == [0, 0, 0]
 
 
+def test_a_held_request_is_asked_about_again_only_when_another_ended(build: Any, assert_right: Any) -> None:
+    asked: list[str] = []
+
+    class Holding:
+        @hookimpl
+        def release(self, step: Step, request: Request) -> bool:
+            asked.append(request.id)
+            return step.num_running == 0
+
+    engine = build(Holding())
+    handles = [engine.submit([n], SamplingParams(max_tokens=m), request_id=f"q{m}") for n, m in enumerate((2, 50))]
+    drain_checked(engine)
+    assert_right(handles)
+    assert len(asked) <= 4, "once when it finished, once when the other did, and perhaps at the end of those two steps"
+
+
 def test_blocks_that_are_never_released_come_back_when_the_engine_is_idle(
     build: Any, assert_right: Any, plugin_with: Callable[..., object]
 ) -> None:
@@ -248,47 +264,3 @@ def test_blocks_that_are_never_released_come_back_when_the_engine_is_idle(
     handles = [engine.submit([n] * 30, SamplingParams(max_tokens=4)) for n in range(6)]
     drain_checked(engine, 2000)
     assert_right(handles)
-
-
-# --- pins -----------------------------------------------------------------------------------------------------------------------
-
-
-def _reused_after_pressure(engine: Engine, assert_right: Any, **options: Any) -> int:
-    """Tokens that a prompt finds again after others have needed the whole pool."""
-    first = engine.submit(list(range(1, 50)), SamplingParams(max_tokens=2), **options)
-    drain_checked(engine)
-    others = [engine.submit([n + 60] * 60, SamplingParams(max_tokens=30)) for n in range(6)]
-    drain_checked(engine)
-    again = engine.submit(list(range(1, 50)), SamplingParams(max_tokens=2))
-    drain_checked(engine)
-    return int(assert_right([first, *others, again])[-1].num_cached_tokens)
-
-
-def test_a_pinned_prompt_outlives_others_need(build: Any, assert_right: Any) -> None:
-    assert _reused_after_pressure(build(num_blocks=12), assert_right) == 0
-    assert _reused_after_pressure(build(num_blocks=12), assert_right, pin_s=1000) == 48
-    assert _reused_after_pressure(build(num_blocks=12), assert_right, pin_s=0.001) == 0
-
-
-def test_no_more_is_pinned_than_the_settings_allow(build: Any, assert_right: Any) -> None:
-    engine = build(values={"pool": {"num_blocks": 12, "max_pinned": 0.1}})
-    assert _reused_after_pressure(engine, assert_right, pin_s=1000) == 0
-
-
-def test_pins_yield_where_otherwise_nobody_could_go_on(build: Any, assert_right: Any) -> None:
-    engine = build(num_blocks=12)
-    first = engine.submit(list(range(1, 50)), SamplingParams(max_tokens=2), pin_s=1000)
-    drain_checked(engine)
-    large = engine.submit([7] * 180, SamplingParams(max_tokens=12))
-    drain_checked(engine)
-    assert_right([first, large])
-
-
-def test_a_request_may_leave_nothing_and_take_nothing(build: Any, assert_right: Any) -> None:
-    engine = build()
-    prompt = list(range(1, 50))
-    handles = []
-    for reuse in (False, True, False, True):
-        handles.append(engine.submit(prompt, SamplingParams(max_tokens=2), reuse=reuse))
-        drain_checked(engine)
-    assert [completion.num_cached_tokens for completion in assert_right(handles)] == [0, 0, 0, 48]

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from _pytest.mark import ParameterSet
 
 from treadle import (
     Admission,
@@ -192,7 +191,12 @@ TABLE: dict[tuple[str, str], list[Breach]] = {
     ),
     ("accept", "Refuse gives a reason"): _each([lambda request, load: Refuse("")]),
     ("admit", "answers an Admission, NotBefore or None"): _each(
-        [lambda step, request: True, lambda step, request: "start", lambda step, request: Admission]
+        [
+            lambda step, request: True,
+            lambda step, request: "start",
+            lambda step, request: Admission,
+            lambda step, request: NotBefore(float("nan")),
+        ]
     ),
     ("admit", "does not hold a request back without a time while nothing runs"): _each(
         [
@@ -200,6 +204,7 @@ TABLE: dict[tuple[str, str], list[Breach]] = {
             lambda step, request: Admission.STOP,
             lambda step, request: NotBefore(step.now),
             lambda step, request: NotBefore(step.now - 1),
+            lambda step, request: NotBefore(float("inf")),
         ]
     )
     + _each([lambda step, request, answer: Admission.SKIP if request.id == GUILTY else answer], wrapper=True),
@@ -290,9 +295,18 @@ TABLE: dict[tuple[str, str], list[Breach]] = {
     ("order", "yields at least one request while nothing runs"): _made(
         Order, [lambda step, me: (), lambda step, me: iter([])], shares=BESIDE
     ),
-    ("gate", "answers Open, NotBefore or None"): _made(Gate, [lambda step: True, lambda step: Open], shares=BESIDE),
+    ("gate", "answers Open, NotBefore or None"): _made(
+        Gate, [lambda step: True, lambda step: Open, lambda step: Open(-1), lambda step: NotBefore(float("nan"))], shares=BESIDE
+    ),
     ("gate", "is open, or gives a time still to come, while nothing runs"): _made(
-        Gate, [lambda step: Open(0), lambda step: NotBefore(step.now), lambda step: NotBefore(0.0)], shares=BESIDE
+        Gate,
+        [
+            lambda step: Open(0),
+            lambda step: NotBefore(step.now),
+            lambda step: NotBefore(0.0),
+            lambda step: NotBefore(float("inf")),
+        ],
+        shares=BESIDE,
     ),
     ("budget", "answers a Budget or None"): _made(Budgets, [lambda step: 5, lambda step: object()], shares=BESIDE | EARLY),
     ("budget", "take grants a whole number of 0 to wanted tokens"): _made(
@@ -317,6 +331,9 @@ TABLE: dict[tuple[str, str], list[Breach]] = {
             lambda model: KVFormat(key_bits=8, whole_layers=frozenset({model.num_layers})),
             lambda model: KVFormat(key_bits=8, whole_heads=frozenset({(0, model.num_kv_heads)})),
             lambda model: KVFormat(key_bits=8, whole_heads=frozenset({(-1, 0)})),
+            lambda model: KVFormat(key_bits=8, whole_keys=frozenset({(model.num_layers, 0)})),
+            lambda model: KVFormat(key_bits=8, whole_layers=frozenset({"first"})),  # type: ignore[arg-type]
+            lambda model: KVFormat(key_bits=8, whole_heads=frozenset({1})),  # type: ignore[arg-type]
         ]
     ),
     ("execute", "answers an Executor"): _each([lambda settings, hooks: object()]),
@@ -324,7 +341,7 @@ TABLE: dict[tuple[str, str], list[Breach]] = {
 AT_START = ("quantize", "execute")
 
 
-def _cases(*, at_start: bool) -> list[ParameterSet]:
+def _cases(*, at_start: bool) -> list[Any]:
     return [
         pytest.param(rule, breach, id=f"{': '.join(rule)}-{place}".replace(" ", "_"))
         for rule, breaches in TABLE.items()

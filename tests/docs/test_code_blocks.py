@@ -5,7 +5,7 @@
 | python | run, top to bottom, in one namespace for each page |
 | toml | read as TOML; as a configuration of Treadle when it is a `code-block` or begins with `# treadle.toml` |
 | json | parsed |
-| console, bash | lines `$ treadle ...` are run (bash: without the `$`), maybe with `NAME=value` in front; there may be no others |
+| console, bash | lines `$ treadle ...` and `$ pytest ...` (in bash without the `$`) are run, with variables in front or not |
 | text | nothing: it is output or a picture |
 
 A page's blocks share one empty folder. A block that begins with a comment such as `# my_plugin.py` is also saved there
@@ -42,6 +42,8 @@ FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}|:{3,}) *(?P<info>[^`]*
 REASON = re.compile(r"<!-- *not run: *(\S.*?) *-->")
 SAVED_AS = re.compile(r"# *([\w./-]+\.(?:toml|py|json|jsonl))$")
 CODE_DIRECTIVES = ("{code-block}", "{code}", "{sourcecode}")
+PROGRAMS = {"treadle": "treadle.cli:main", "pytest": "pytest:main"}
+"""Commands that are run, each by the function behind its script."""
 VARIABLES = re.compile(r"(?:[A-Z_]+=(?:'[^']*'|[^\s']*) +)*")
 LONGEST_S = 300
 
@@ -124,7 +126,7 @@ def without_options(number: int, body: list[str]) -> tuple[int, list[str]]:
 
 
 def commands_of(block: Block) -> list[str]:
-    """The commands of a console or bash block. Raises BlockError for one that is not `treadle ...`."""
+    """The commands of a console or bash block. Raises BlockError for one that is not run."""
     text = re.sub(r"\\\n(> ?)?", "", block.text)
     commands = []
     for line in text.splitlines():
@@ -133,8 +135,9 @@ def commands_of(block: Block) -> list[str]:
         elif block.language != "console" and line.strip() and not line.startswith("#"):
             commands.append(line.strip())
     for command in commands:
-        if VARIABLES.sub("", command, count=1).split()[0] != "treadle":
-            raise BlockError(block, f"{command!r} is not run; only `treadle` is. Excuse it with <!-- not run: why -->")
+        if VARIABLES.sub("", command, count=1).split()[0] not in PROGRAMS:
+            known = " and ".join(PROGRAMS)
+            raise BlockError(block, f"{command!r} is not run; only {known} are. Excuse it with <!-- not run: why -->")
     if not commands:
         raise BlockError(block, "there is no line '$ treadle ...' to run; output alone is a `text` block")
     return commands
@@ -196,7 +199,7 @@ class Runner:
             done = subprocess.run(  # noqa: S603  # our own documentation
                 ["/bin/sh", "-c", command],
                 cwd=self._folder,
-                env={**os.environ, "PATH": f"{self._shim()}{os.pathsep}{os.environ['PATH']}"},
+                env={**os.environ, "PATH": f"{self._shims()}{os.pathsep}{os.environ['PATH']}"},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -206,16 +209,18 @@ class Runner:
             if done.returncode:
                 raise BlockError(block, f"{command!r} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
 
-    def _shim(self) -> Path:
-        """A folder with a `treadle` that runs under this interpreter, whatever is installed elsewhere."""
-        shim = self._folder / ".bin" / "treadle"
-        if not shim.exists():
-            shim.parent.mkdir()
-            # as for an installed script, the current folder is not on the path
-            run = "import sys; sys.path.remove(''); from treadle.cli import main; sys.exit(main())"
-            shim.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(run)} "$@"\n')
-            shim.chmod(0o755)
-        return shim.parent
+    def _shims(self) -> Path:
+        """A folder with programs that run under this interpreter, whatever is installed elsewhere."""
+        folder = self._folder / ".bin"
+        if not folder.exists():
+            folder.mkdir()
+            for name, target in PROGRAMS.items():
+                module, _, function = target.partition(":")
+                # as for an installed script, the current folder is not on the path
+                run = f"import sys; sys.path.remove(''); from {module} import {function}; sys.exit({function}())"
+                (folder / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(run)} "$@"\n')
+                (folder / name).chmod(0o755)
+        return folder
 
 
 def check_config(path: Path) -> None:

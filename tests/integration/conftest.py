@@ -32,8 +32,9 @@ def default_engine() -> Callable[..., Engine]:
 
     shelf = Shelf()
 
-    def make(*plugins: object, **values: Any) -> Engine:
+    def make(*plugins: object, forward: str = "auto", **values: Any) -> Engine:
+        execute = {"strategy": "torch", "dtype": "float32", "forward": forward}
         with shelf.in_use():
-            return Engine.load(plugins=plugins, execute={"strategy": "torch", "dtype": "float32"}, **values)
+            return Engine.load(plugins=plugins, execute=execute, **values)
 
     return make

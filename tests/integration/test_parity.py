@@ -65,7 +65,7 @@ RAW = [
 ]
 CHATS = [
     "What is the capital of France?",
-    "Name three colours, separated by commas.",
+    "Name the three primary colours.",
     "Write a haiku about rain.",
     "Warum ist der Himmel blau?",
     "Fix this:\n```python\nfor i in range(10) print(i)\n```",
@@ -76,8 +76,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "blocks of 16": {"allocate": {"block_size": 16}},
     "blocks of 64": {"allocate": {"block_size": 64}},
     "radix and coalescing": {"prefix": "radix", "allocate": {"strategy": "coalescing", "block_size": 16}},
+    "plain forward": {"forward": "plain", "allocate": {"block_size": 16}},
     "small chunks": {"allocate": {"block_size": 16}, "budget": {"max_tokens": 37}},
-    "small pool": {"allocate": {"block_size": 16}, "pool": {"num_blocks": 66}},
+    "small pool": {"allocate": {"block_size": 16}, "pool": {"num_blocks": 48}},
 }
 
 
@@ -101,8 +102,10 @@ def truths(default_reference: LoadedModel, prompts: list[list[int]]) -> list[Tru
     eos = sorted(default_reference.info.eos_token_ids)
     found = [truth_of(default_reference.model, prompt, NUM_TOKENS, eos) for prompt in prompts]
     gap = min(truth.gap for truth in found)
-    print(f"generate took {time.perf_counter() - started:.1f} s; smallest gap of the two best logits {gap:.2g}")
-    assert gap > 1e-4
+    narrow = [truth.gap for truth in found].index(gap)
+    took = time.perf_counter() - started
+    print(f"generate took {took:.1f} s; smallest gap of the two best logits {gap:.2g}, for prompt {narrow}")
+    assert gap > 1e-3
     return found
 
 
@@ -116,9 +119,7 @@ def serve(engine: Engine, prompts: list[list[int]]) -> list[Completion]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_equals_generate(
-    default_engine: Make, prompts: list[list[int]], truths: list[Truth], variant: str
-) -> None:
+def test_greedy_equals_generate(default_engine: Make, prompts: list[list[int]], truths: list[Truth], variant: str) -> None:
     tally = Tally()
     with default_engine(tally, **VARIANTS[variant]) as engine:
         started = time.perf_counter()
@@ -135,9 +136,7 @@ def test_greedy_equals_generate(
         assert tally["evicted"]
 
 
-def test_it_reuses_what_it_answered_before(
-    default_engine: Make, prompts: list[list[int]], truths: list[Truth]
-) -> None:
+def test_it_reuses_what_it_answered_before(default_engine: Make, prompts: list[list[int]], truths: list[Truth]) -> None:
     """The second round finds the first one's prompts in the cache; a third follows what was generated."""
     with default_engine(allocate={"block_size": 16}) as engine:
         first, again = serve(engine, prompts[-8:]), serve(engine, prompts[-8:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -24,11 +24,17 @@ MOST = 1e-4
 Make = Callable[..., Engine]
 
 
+class Bench(NamedTuple):
+    """Makes engines of one model; for each length the logits of a prompt that was computed alone and in one piece."""
+
+    make: Make
+    references: dict[int, torch.Tensor]
+
+
 class Pace:
     """A budget: in each step at most so many tokens for a request, by its name."""
 
     may_shrink = True
-    treadle_name = "pace"
 
     def __init__(self, **most: int) -> None:
         self._most = most
@@ -48,7 +54,7 @@ def prompts(vocab_size: int) -> dict[int, list[int]]:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder: Path = tmp_path_factory.mktemp(request.param)
     save_tiny(request.param, folder)
     shelf = Shelf()
@@ -58,27 +64,27 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         with shelf.in_use():
             return Engine.load(plugins=plugins, model=str(folder), **values)
 
-    return make
+    return Bench(make, without_reuse(make))
 
 
-@pytest.fixture
-def default(default_engine: Make) -> Make:
+@pytest.fixture(scope="module")
+def default(default_engine: Make) -> Bench:
     def make(*plugins: object, **values: Any) -> Engine:
         return default_engine(*plugins, **{"allocate": {"block_size": B}, "pool": {"num_blocks": 64}, **values})
 
-    return make
+    return Bench(make, without_reuse(make))
 
 
 def ask(engine: Engine, name: str, prompt: list[int]) -> Handle:
     return engine.submit(prompt, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True), request_id=name)
 
 
-def without_reuse(make: Make, length: int) -> torch.Tensor:
-    """Logits of a prompt that is computed alone and in one piece."""
+def without_reuse(make: Make) -> dict[int, torch.Tensor]:
     recorder = LogitsRecorder()
-    with make(recorder, prefix="none", pool={"num_blocks": 8}) as engine:
-        assert ask(engine, "alone", prompts(engine.info.model.vocab_size)[length]).result().num_cached_tokens == 0
-    return recorder.of("alone")
+    with make(recorder, prefix="none") as engine:
+        for length, prompt in prompts(engine.info.model.vocab_size).items():
+            assert ask(engine, str(length), prompt).result().num_cached_tokens == 0
+    return {length: recorder.of(str(length)) for length in LENGTHS}
 
 
 def difference(recorder: LogitsRecorder, name: str, reference: torch.Tensor) -> float:
@@ -153,25 +159,24 @@ def full(length: int) -> int:
 SCENARIOS: tuple[Scenario, ...] = (together, behind_in_chunks, later_in_chunks, after_eviction)
 
 
-def check(make: Make, scenario: Scenario, prefix: str) -> float:
+def check(bench: Bench, scenario: Scenario, prefix: str) -> float:
     """The largest difference over all lengths."""
     worst = 0.0
     for length in LENGTHS:
-        reference = without_reuse(make, length)
-        for recorder, name, num_reused, expected in scenario(make, prefix, length):
+        for recorder, name, num_reused, expected in scenario(bench.make, prefix, length):
             assert num_reused == expected, f"{name} of {length} tokens"
-            worst = max(worst, difference(recorder, name, reference))
+            worst = max(worst, difference(recorder, name, bench.references[length]))
             assert worst < MOST, f"{name} of {length} tokens"
     return worst
 
 
 @pytest.mark.parametrize("prefix", ["hash_chain", "radix"])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_tiny_models(tiny: Make, scenario: Scenario, prefix: str) -> None:
+def test_tiny_models(tiny: Bench, scenario: Scenario, prefix: str) -> None:
     print(f"{prefix}, {scenario.__name__}: largest difference {check(tiny, scenario, prefix):.2g}")
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_the_default_model(default: Make, scenario: Scenario) -> None:
+def test_the_default_model(default: Bench, scenario: Scenario) -> None:
     print(f"{scenario.__name__}: largest difference {check(default, scenario, 'hash_chain'):.2g}")

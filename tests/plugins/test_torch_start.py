@@ -147,7 +147,7 @@ def test_life_cycle() -> None:
     executor.open_pool(PoolSpec(16, KVFormat(), 4, 0))
     assert executor.run(StepPlan(0, ())).tokens == ()
     facts = {"architecture": "LlamaForCausalLM", "device": "cpu", "precision": "float32", "attention": "torch"}
-    assert executor.describe() == facts
+    assert executor.describe() == facts | {"forward": "transformers"}
     executor.close()
     with pytest.raises(ExecutionError, match="close"):
         executor.run(StepPlan(0, ()))
@@ -156,6 +156,11 @@ def test_life_cycle() -> None:
 def test_hookspecs_are_told_apart_by_pluggy() -> None:
     manager = pluggy.PluginManager("treadle")
     manager.add_hookspecs(TorchExecutorHooks)
-    hooks = {name: vars(manager.hook)[name].spec for name in ("attention", "prepare_model", "process_logits")}
-    assert [bool(spec.opts["firstresult"]) for spec in hooks.values()] == [True, False, False]
-    assert [list(spec.argnames) for spec in hooks.values()] == [["spec"], ["model", "settings"], ["logits", "works"]]
+    hooks = {name: vars(manager.hook)[name].spec for name in ("attention", "prepare_model", "forward", "process_logits")}
+    assert [bool(spec.opts["firstresult"]) for spec in hooks.values()] == [True, False, True, False]
+    assert [list(spec.argnames) for spec in hooks.values()] == [
+        ["spec"],
+        ["model", "settings"],
+        ["model", "plain", "settings"],
+        ["logits", "works"],
+    ]

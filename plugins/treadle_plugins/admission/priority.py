@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from dataclasses import replace
+
 from pydantic import Field
 
-from treadle import Request, StrategySettings
+from treadle import Preemption, Request, Step, StrategySettings, hookimpl
 from treadle_plugins.admission.waiting_queue import KeyedOrder
 
 
@@ -27,6 +30,15 @@ class Priority(KeyedOrder):
         super().__init__()
         self._level_s = settings.level_s
         self.traits = ("urgent_requests_preempt",) if settings.preempt else ()
+
+    @hookimpl(wrapper=True)
+    def preempt(self, step: Step, request: Request) -> Generator[None, Preemption | None, Preemption | None]:
+        """For a waiting request only those give way that stand behind it, aging counted: the last of them."""
+        answer = yield
+        if answer is None or not request.is_waiting or answer.victim.priority >= request.priority:
+            return answer  # nothing to change, or a broken rule, which the core names
+        behind = [v for v in step.victims() if v.priority < request.priority and self.key(v) > self.key(request)]
+        return replace(answer, victim=max(behind, key=self.key)) if behind else None
 
     def key(self, request: Request) -> float:
         """Its arrival, moved ahead by its priority."""

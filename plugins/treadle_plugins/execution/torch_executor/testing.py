@@ -16,7 +16,7 @@ from treadle.plan import BlockCopy, Outcome, StepPlan, Work
 from treadle.sampling_params import SamplingParams
 from treadle_plugins.attention.spec import AttentionBackendType, choose
 from treadle_plugins.attention.torch_backend import TorchAttention
-from treadle_plugins.execution.torch_executor.executor import TorchExecutor, build
+from treadle_plugins.execution.torch_executor.executor import MakeForward, TorchExecutor, build
 from treadle_plugins.execution.torch_executor.outcomes import ProcessLogits
 
 FAMILIES = ("llama", "qwen2", "mistral", "gpt2", "bloom")
@@ -100,6 +100,7 @@ def tiny_executor(
     backends: Sequence[AttentionBackendType] = (TorchAttention,),
     process_logits: ProcessLogits | None = None,
     max_length: int = 256,
+    make_forward: MakeForward | None = None,
 ) -> TorchExecutor:
     """An executor without a tokenizer; its pool is not open yet."""
     info = info_of(model, max_length)
@@ -109,6 +110,7 @@ def tiny_executor(
         None,
         choose_attention=lambda spec: choose(backends, spec),
         clock=StillClock(),
+        make_forward=make_forward,
         process_logits=process_logits,
     )
 

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
+from treadle_plugins.forward.fused.memory import give_back
 from treadle_plugins.forward.fused.report import Report
 
 _PACK = torch.ops.mkldnn._reorder_linear_weight.default
@@ -192,6 +193,7 @@ def give_up(module: nn.Module) -> None:
     """Let go of the module's own weights: it cannot be called any more."""
     for name in module._parameters:
         module._parameters[name] = None
+    give_back()
 
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None, name: str, report: Report) -> PackedLinear:
