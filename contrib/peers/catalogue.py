@@ -144,8 +144,10 @@ def peers() -> list[Engine]:
 
 
 def treadle_variant(text: str) -> Engine:
-    """Treadle under a name with settings: "no-prefix prefix=none attention=torch"."""
-    name, *settings = text.split()
+    """Treadle under a name with settings: "no-prefix prefix=none attention=torch". Raises ValueError for anything else."""
+    name, *settings = text.split() or [""]
+    if not name or "=" in name or not all("=" in setting for setting in settings):
+        raise ValueError(f"{text!r} is not a name followed by settings, such as 'no-prefix prefix=none'")
     return Engine(name, "serve_treadle.py", None, tuple(part for setting in settings for part in ("--set", setting)))
 
 

@@ -139,7 +139,8 @@ def _line(turn: figures.Record) -> str:
     return (
         f"round {turn['round']} {turn['workload']}.{turn['turn']} {turn['engine']}: {turn['wall_s']:.2f} s, "
         f"{turn['tokens_per_s']:.1f} tok/s, TTFT p50 {turn['ttft_p50_ms']:.0f} ms, TPOT {turn['tpot_mean_ms']:.2f} ms, "
-        f"RSS {turn['peak_rss_mb']:.0f} MB; copy {turn['machine']['copy_gb_s']:.1f} GB/s, others {turn['others_cpu_s']:.1f} s{mark}"
+        f"RSS {turn['peak_rss_mb']:.0f} MB; copy {turn['machine']['copy_gb_s']:.1f} GB/s, "
+        f"others {turn['others_cpu_s']:.1f} s{mark}"
     )
 
 

@@ -112,11 +112,12 @@ def _ratios(turns: Turns) -> str:
     variants, peers = turns.names(peers=False), turns.names(peers=True)
     if not variants or (not peers and len(variants) < 2):
         return ""
-    rows = []
-    for metric in METRICS:
-        for name in variants:
-            if turns.of(metric.workload, name):
-                rows.append(_ratio_row(turns, metric, name, [*peers, *variants]))
+    rows = [
+        _ratio_row(turns, metric, name, [*peers, *variants])
+        for metric in METRICS
+        for name in variants
+        if turns.of(metric.workload, name)
+    ]
     header = ["figure", "engine", "over the best peer", "goal", *(f"/ {name}" for name in [*peers, *variants])]
     return "**Ratios**: engine over each other, paired turn by turn; median (least-most)\n\n" + table(header, rows)
 

@@ -7,9 +7,11 @@ standard output; whatever the engine itself prints goes to standard error.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -18,6 +20,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from workloads import Job
+
+DIE_WITH_PARENT = 1
+"""PR_SET_PDEATHSIG of Linux."""
 
 
 @dataclass
@@ -66,6 +71,7 @@ def arguments(**more: dict[str, Any]) -> argparse.Namespace:
 
 def run(load: Callable[[], Served]) -> None:
     """Load an engine, say so, and answer commands until the input ends."""
+    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)  # a stopped process would not see that the driver is gone
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)  # engines print to standard output, also from C++
 

@@ -158,8 +158,8 @@ class Hooks:
         """Choose free blocks for a request's next tokens.
 
         Called: only when the next tokens do not fit the blocks that the request holds. When the answer is None, cached blocks
-        are evicted, a prefill chunk shrinks, finished requests' blocks are taken back, or a victim is preempted, and it is asked
-        again.
+        are evicted, a prefill chunk shrinks, blocks of finished and of waiting requests are taken back, or a victim is preempted,
+        and it is asked again.
 
         Returns: ids of at least `num_blocks` free blocks (more are held in reserve), or None when there is no room.
 

@@ -130,7 +130,13 @@ class Registry:
 def load_object(path: str, origin: str) -> Offer:
     """A plugin named by `module:attribute` instead of by an entry point."""
     module, _, attribute = path.partition(":")
-    return Offer("plugin", path, f"module {module}", lambda: _import(module, attribute, path, origin), path)
+    return Offer(
+        "plugin",
+        path,
+        f"module {module}",
+        lambda: _import(module, attribute, path, f"from {origin}; its folder must be on PYTHONPATH"),
+        path,
+    )
 
 
 def _installed_offers() -> Iterator[Offer]:

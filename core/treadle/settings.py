@@ -212,7 +212,7 @@ def read_layers(
     """Read and merge all layers, as `load` does; nothing but their syntax is checked yet."""
     layers = Layers()
     if path is None and environment:
-        path = os.environ.get(CONFIG_VARIABLE)
+        path = os.environ.get(CONFIG_VARIABLE) or None
     if path is not None:
         layers.add(read_file(Path(path)), str(path))
     if environment:

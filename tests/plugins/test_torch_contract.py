@@ -25,7 +25,7 @@ class TestTorch(ExecutorSuite):
 
 
 class TestHFTokenizer(TokenizerSuite):
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def tokenizer(self) -> Tokenizer:
         alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
         vocabulary = {token: number for number, token in enumerate(["<|end|>", *alphabet])}

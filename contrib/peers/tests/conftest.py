@@ -1,0 +1,8 @@
+"""The scripts lie flat in the folder above, as they are run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

@@ -1,0 +1,246 @@
+"""`treadle bench-baseline`: the classic base line against paged, continuous, prefix-sharing serving, at equal outputs.
+
+Chat requests share a system prompt and end by themselves, well below their `max_tokens`. Each policy serves them with the real model in
+a pool that is large enough; the recorded answers are then replayed in smaller and smaller pools, to find the smallest one that
+serves them without preemption and without refusing anybody.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from treadle import Engine, Executor, ModelInfo, SamplingParams, Step, StepReport, hookimpl, load
+from treadle.clocks import VirtualClock
+from treadle.contracts import PoolSize, PoolSpec
+from treadle.plan import Outcome, StepPlan
+
+SYSTEM = (
+    "You are a helpful assistant of a small public library. Answer in plain words and in full sentences. Keep to what was asked, "
+    "and stop when it is answered. When a question cannot be answered from general knowledge, say so in one sentence and name who "
+    "could know. Never invent titles, dates or names. Opening hours are nine to six from Monday to Friday and ten to two on "
+    "Saturday. Books are lent for four weeks and may be renewed twice, unless somebody waits for them. "
+)
+SUBJECTS = (
+    "the water cycle", "the moon", "bread", "glass", "a violin", "the number seven", "tea", "rain", "a bicycle", "honey", "paper", "salt"
+)  # fmt: skip
+QUESTIONS = (
+    "What is {}? Answer in one sentence.",
+    "Why do people like {}?",
+    "Tell me a short story about {}.",
+    "List three facts about {}.",
+)
+
+CONTINUOUS = {"admit": {"strategy": "continuous", "max_batch_size": 24}, "allocate": "paged", "release": "at_once"}
+STATIC = {"admit": {"strategy": "static", "batch_size": 24, "max_wait_ms": 50}, "release": "with_batch", "prefix": "none"}
+POLICIES: Mapping[str, Mapping[str, Any]] = {
+    "static, model length": {**STATIC, "allocate": {"strategy": "contiguous", "reserve": "model_length"}},
+    "static, max_tokens": {**STATIC, "allocate": {"strategy": "contiguous", "reserve": "max_tokens"}},
+    "continuous, paged": {**CONTINUOUS, "prefix": "none"},
+    "continuous, paged, prefix": {**CONTINUOUS, "prefix": "hash_chain"},
+}
+
+
+class Gauge:
+    """A plugin that remembers the most blocks in use, and how often somebody was preempted."""
+
+    name = "gauge"
+
+    def __init__(self) -> None:
+        self.most_used = 0
+        self.num_preempted = 0
+
+    @hookimpl
+    def step_finished(self, step: Step, report: StepReport) -> None:
+        """Before requests of this step ended, their blocks were in use too."""
+        held = {b for request in report.finished for b in request.block_table}
+        self.most_used = max(self.most_used, report.blocks_used + sum(step.pool.count(b) == 0 for b in held))
+
+    @hookimpl
+    def request_preempted(self) -> None:
+        """Count it."""
+        self.num_preempted += 1
+
+
+@dataclass
+class Run:
+    """How a policy did."""
+
+    policy: str
+    outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Replay:
+    """An executor that gives the recorded answers, on a virtual clock; a plugin too."""
+
+    name = "replay"
+    tokenizer = None
+
+    def __init__(self, model: ModelInfo, outputs: Mapping[str, tuple[int, ...]]) -> None:
+        self.model = model
+        self.clock = VirtualClock()
+        self._outputs = outputs
+
+    @hookimpl
+    def execute(self) -> Executor:
+        """Be the executor."""
+        return self
+
+    def open_pool(self, spec: PoolSpec) -> PoolSize:
+        """The blocks that are asked for."""
+        return PoolSize(spec.num_blocks or 1)
+
+    def run(self, plan: StepPlan) -> Outcome:
+        """The next recorded token of each."""
+        self.clock.wait(self.clock.now() + 0.02)
+        return Outcome(tuple((self._outputs[w.request_id][w.num_output],) if w.sampling is not None else () for w in plan.works))
+
+    def describe(self) -> dict[str, str]:
+        """Say what it is."""
+        return {"executor": "replay of recorded answers"}
+
+    def memory(self) -> dict[str, int]:
+        """Nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def chat_prompts(engine: Engine, num_requests: int) -> dict[str, tuple[int, ...]]:
+    """Prompts by request id."""
+    assert engine.tokenizer is not None
+    prompts = {}
+    for n in range(num_requests):
+        question = QUESTIONS[n % len(QUESTIONS)].format(SUBJECTS[(n // len(QUESTIONS)) % len(SUBJECTS)])
+        tokens = engine.tokenizer.chat([{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}])
+        assert tokens is not None, "the model has no chat template"
+        prompts[f"chat{n}"] = tuple(tokens)
+    return prompts
+
+
+def serve(policy: str, num_requests: int, max_tokens: int, num_blocks: int, overrides: Sequence[str], folder: Path) -> Run:
+    """Serve with the real model; the portrait is written to `folder`."""
+    portrait = folder / (policy.replace(", ", "-").replace(" ", "_") + ".jsonl")
+    values = {
+        **POLICIES[policy],
+        "pool": {"num_blocks": num_blocks},
+        "plugins": ["portrait"],
+        "plugin": {"portrait": {"path": str(portrait), "every_s": 0.05}},
+    }
+    gauge = Gauge()
+    run = Run(policy)
+    with Engine(load(environment=False, values=values, overrides=overrides), [gauge]) as engine:
+        run.prompts = chat_prompts(engine, num_requests)
+        params = SamplingParams(max_tokens=max_tokens)
+        begin = time.perf_counter()
+        handles = [engine.submit(prompt, params, request_id=name) for name, prompt in run.prompts.items()]
+        done = [handle.result() for handle in handles]
+        seconds = time.perf_counter() - begin
+        run.outputs = {c.request_id: c.token_ids for c in done}
+        ttft = sorted(c.ttft_s or 0.0 for c in done)
+        tokens = sum(len(c.token_ids) for c in done)
+        memory = engine.info.memory()
+        block_bytes = memory["kv_pool"] / num_blocks
+        run.facts = {
+            "tokens_per_s": tokens / seconds,
+            "ttft_mean_s": statistics.mean(ttft),
+            "ttft_p95_s": ttft[int(0.95 * len(ttft))],
+            "cached_tokens": sum(c.num_cached_tokens for c in done),
+            "stopped_by_themselves": sum(c.finish_reason.value == "stop" for c in done),
+            "mean_output": tokens / len(done),
+            "peak_blocks": gauge.most_used,
+            "block_bytes": block_bytes,
+            "weights_mb": memory["weights"] / 2**20,
+        }
+        run.facts["model"] = engine.info.model
+        run.facts["block_size"] = engine.info.block_size
+    return run
+
+
+def smallest_pool(run: Run, max_tokens: int) -> int:
+    """Blocks of the smallest pool in which the recorded requests are served without preemption, refusal or a smaller batch."""
+    reference = _replay(run, max_tokens, 1 << 14)
+
+    def serves(num_blocks: int) -> bool:
+        result = _replay(run, max_tokens, num_blocks)
+        return result is not None and reference is not None and result <= reference
+
+    low, high = 1, 1 << 14
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if serves(middle) else (middle + 1, high)
+    return low
+
+
+def _replay(run: Run, max_tokens: int, num_blocks: int) -> float | None:
+    """Virtual seconds that serving takes; None when somebody was preempted or not served."""
+    gauge = Gauge()
+    values = {
+        **POLICIES[run.policy],
+        "pool": {"num_blocks": num_blocks},
+        "execute": "simulated",
+    }
+    overrides = [f"allocate.block_size={run.facts['block_size']}"]
+    replay = Replay(run.facts["model"], run.outputs)
+    with Engine(load(environment=False, values=values, overrides=overrides), [gauge, replay]) as engine:
+        handles = [
+            engine.submit(prompt, SamplingParams(max_tokens=max_tokens), request_id=name) for name, prompt in run.prompts.items()
+        ]
+        engine.drain()
+        if gauge.num_preempted or any(handle.result().token_ids != run.outputs[handle.id] for handle in handles):
+            return None
+        return engine.clock.now()
+
+
+def table(runs: Sequence[Run], pools: Sequence[int]) -> str:
+    """A Markdown table; memory is the smallest pool's with the weights."""
+    rows = ["| policy | peak KV, MiB | smallest pool, MiB | with weights, MiB | tok/s | TTFT mean / p95, s | reused tokens |"]
+    rows.append("|---|---|---|---|---|---|---|")
+    for run, blocks in zip(runs, pools, strict=True):
+        facts = run.facts
+        peak = facts["peak_blocks"] * facts["block_bytes"] / 2**20
+        pool = blocks * facts["block_bytes"] / 2**20
+        rows.append(
+            f"| {run.policy} | {peak:.1f} | {pool:.1f} | {pool + facts['weights_mb']:.0f} | {facts['tokens_per_s']:.0f} | "
+            f"{facts['ttft_mean_s']:.2f} / {facts['ttft_p95_s']:.2f} | {facts['cached_tokens']} |"
+        )
+    return "\n".join(rows)
+
+
+@click.command("bench-baseline")
+@click.option("--requests", default=48, show_default=True, help="Chat requests to serve.")
+@click.option("--max-tokens", default=512, show_default=True, help="What each request asks for at most.")
+@click.option("--folder", default="baseline", type=click.Path(path_type=Path), help="Where portraits and results are written.")
+@click.option(
+    "--set", "overrides", multiple=True, metavar="NAME=VALUE", help="A setting for all policies, such as execute.dtype=float32."
+)
+def bench_baseline(requests: int, max_tokens: int, folder: Path, overrides: tuple[str, ...]) -> None:
+    """Compare the classic base line with paged and continuous serving on the configured model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runs, pools = [], []
+    for policy in POLICIES:
+        # the longest reserve is the model's length for each place of the batch
+        num_blocks = 24 * 8192 // 64 if policy.endswith("model length") else 24 * 16
+        run = serve(policy, requests, max_tokens, num_blocks, overrides, folder)
+        runs.append(run)
+        pools.append(smallest_pool(run, max_tokens))
+        click.echo(f"{policy}: {run.facts['tokens_per_s']:.0f} tok/s, smallest pool {pools[-1]} blocks", err=True)
+    different = sum(any(run.outputs[name] != runs[0].outputs[name] for run in runs) for name in runs[0].outputs)
+    click.echo(table(runs, pools))
+    stopped = runs[0].facts["stopped_by_themselves"]
+    click.echo(
+        f"{requests} requests, {stopped} ended by themselves, {runs[0].facts['mean_output']:.0f} tokens on average; "
+        f"outputs differ between policies for {different} of them"
+    )
+    results = [{k: v for k, v in run.facts.items() if k != "model"} | {"policy": run.policy} for run in runs]
+    (folder / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
