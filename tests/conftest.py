@@ -10,6 +10,11 @@ QUIET = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_bas
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=QUIET)
 settings.register_profile(
-    "soak", max_examples=10_000, stateful_step_count=120, deadline=timedelta(minutes=5), print_blob=True, suppress_health_check=QUIET
+    "soak",
+    max_examples=10_000,
+    stateful_step_count=120,
+    deadline=timedelta(minutes=5),
+    print_blob=True,
+    suppress_health_check=QUIET,
 )
 settings.load_profile("ci")

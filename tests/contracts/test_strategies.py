@@ -30,7 +30,9 @@ def label(strategy: Strategy) -> str:
 
 
 class TestAccept(AcceptSuite):
-    @pytest.fixture(params=every("accept", {"strategy": "queue_limit", "max_waiting": 3, "trim_above": 1, "trim_to_tokens": 9}), ids=label)
+    @pytest.fixture(
+        params=every("accept", {"strategy": "queue_limit", "max_waiting": 3, "trim_above": 1, "trim_to_tokens": 9}), ids=label
+    )
     def strategy(self, request: pytest.FixtureRequest) -> Strategy:
         return request.param  # type: ignore[no-any-return]
 
@@ -43,7 +45,9 @@ class TestOrder(OrderSuite):
 
 class TestAdmit(AdmitSuite):
     @pytest.fixture(
-        params=every("admit", {"strategy": "continuous", "max_batch_size": 3, "max_inserts": 1, "every_steps": 3, "spare_blocks": 1}),
+        params=every(
+            "admit", {"strategy": "continuous", "max_batch_size": 3, "max_inserts": 1, "every_steps": 3, "spare_blocks": 1}
+        ),
         ids=label,
     )
     def strategy(self, request: pytest.FixtureRequest) -> Strategy:
@@ -72,7 +76,9 @@ class TestPrefix(PrefixSuite):
 
 class TestAllocate(AllocateSuite):
     @pytest.fixture(
-        params=every("allocate", {"strategy": "coalescing", "run_blocks": 3}, {"strategy": "contiguous", "reserve": "model_length"}),
+        params=every(
+            "allocate", {"strategy": "coalescing", "run_blocks": 3}, {"strategy": "contiguous", "reserve": "model_length"}
+        ),
         ids=label,
     )
     def strategy(self, request: pytest.FixtureRequest) -> Strategy:
@@ -91,7 +97,11 @@ class TestPreempt(PreemptSuite):
             "preempt",
             *(
                 {"strategy": name, "victim": victim, "partial": True}
-                for name, victim in (("recompute", "fewest_tokens_lost"), ("swap", "most_blocks_freed"), ("auto", "lowest_priority"))
+                for name, victim in (
+                    ("recompute", "fewest_tokens_lost"),
+                    ("swap", "most_blocks_freed"),
+                    ("auto", "lowest_priority"),
+                )
             ),
         ),
         ids=label,

@@ -258,9 +258,7 @@ class EngineMachine(RuleBasedStateMachine):
         reuse=st.sampled_from([True, True, True, False]),
         pin_s=st.sampled_from([None, None, None, 0.02]),
     )
-    def submit(
-        self, prefix: int, num_shared: int, tail: list[int], params: dict[str, Any], n: int, **options: Any
-    ) -> None:
+    def submit(self, prefix: int, num_shared: int, tail: list[int], params: dict[str, Any], n: int, **options: Any) -> None:
         """Fits the pool, more or less."""
         prompt = (*PREFIXES[prefix][:num_shared], *tail) or (1,)
         prompt = prompt[: self._num_places() - (params["max_tokens"] or 1) + 1] or (1,)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -33,7 +33,7 @@ def widened(rows: Sequence[Row], slot: str, names: Sequence[str]) -> list[Row]:
     for row in cycle(rows):
         if not missing and len(wide) >= len(rows):
             return wide
-        name = max(names, key=lambda n: sum((item, n) in missing for item in row.items()))  # noqa: B023  # called at once
+        name = max(names, key=lambda n: sum((item, n) in missing for item in row.items()))
         met = {(item, name) for item in row.items()}
         if met & missing or len(wide) < len(rows):
             wide.append({**row, slot: name})
@@ -74,7 +74,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def make_engine(tiny: Tiny, row: Row, tally: Tally) -> Engine:
-    values = {**tables(row), "pool": POOL, "execute": {"strategy": "torch", "dtype": "float32"}, "quantize": "none"}
+    values: dict[str, Any] = {
+        **tables(row),
+        "pool": POOL,
+        "execute": {"strategy": "torch", "dtype": "float32"},
+        "quantize": "none",
+    }
     values["allocate"] = {"block_size": 16, **tables(row)["allocate"]}
     with tiny.shelf.in_use():
         return Engine.load(plugins=[tally], model=str(tiny.folder), **values)

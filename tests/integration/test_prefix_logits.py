@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from treadle import Engine, Handle, Request, SamplingParams, hookimpl  # noqa: E402  # after the skips
-from treadle.testing.traffic import Tally  # noqa: E402
-from treadle_plugins.execution.torch_executor.testing import FAMILIES, VOCAB_SIZE  # noqa: E402
-from treadle_plugins.execution.torch_executor.truth import LogitsRecorder, Shelf, save_tiny  # noqa: E402
+import torch  # after the skips
+
+from treadle import Engine, Handle, Request, SamplingParams, hookimpl
+from treadle.testing.traffic import Tally
+from treadle_plugins.execution.torch_executor.testing import FAMILIES
+from treadle_plugins.execution.torch_executor.truth import LogitsRecorder, Shelf, save_tiny
 
 B = 16
 LENGTHS = (B - 1, B, B + 1, 2 * B, 2 * B + 1)

@@ -1,8 +1,8 @@
 """`treadle bench-baseline`: the classic base line against paged, continuous, prefix-sharing serving, at equal outputs.
 
-Chat requests share a system prompt and end by themselves, well below their `max_tokens`. Each policy serves them with the real model in
-a pool that is large enough; the recorded answers are then replayed in smaller and smaller pools, to find the smallest one that
-serves them without preemption and without refusing anybody.
+Chat requests share a system prompt and end by themselves, well below their `max_tokens`. Each policy serves them with the real
+model in a pool that is large enough; the recorded answers are then replayed in smaller and smaller pools, to find the smallest one
+that serves them as fast, without preemption and without refusing anybody.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from treadle.plan import Outcome, StepPlan
 
 SYSTEM = (
     "You are a helpful assistant of a small public library. Answer in plain words and in full sentences. Keep to what was asked, "
-    "and stop when it is answered. When a question cannot be answered from general knowledge, say so in one sentence and name who "
-    "could know. Never invent titles, dates or names. Opening hours are nine to six from Monday to Friday and ten to two on "
+    "and stop when it is answered. When a question cannot be answered from general knowledge, say so in one sentence and name "
+    "who could know. Never invent titles, dates or names. Opening hours are nine to six from Monday to Friday and ten to two on "
     "Saturday. Books are lent for four weeks and may be renewed twice, unless somebody waits for them. "
 )
-SUBJECTS = (
-    "the water cycle", "the moon", "bread", "glass", "a violin", "the number seven", "tea", "rain", "a bicycle", "honey", "paper", "salt"
-)  # fmt: skip
+SUBJECTS = tuple(
+    "the water cycle, the moon, bread, glass, a violin, the number seven, tea, rain, a bicycle, honey, paper, salt".split(", ")
+)
 QUESTIONS = (
     "What is {}? Answer in one sentence.",
     "Why do people like {}?",

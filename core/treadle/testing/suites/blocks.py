@@ -82,9 +82,7 @@ class NominationSpy:
         self.wrong: list[str] = []
 
     @hookimpl(wrapper=True)
-    def match_prefix(
-        self, step: Step, request: Request
-    ) -> Generator[None, Sequence[int] | None, Sequence[int] | None]:
+    def match_prefix(self, step: Step, request: Request) -> Generator[None, Sequence[int] | None, Sequence[int] | None]:
         """Hand on what was looked at."""
         answer = yield
         size = step.pool.block_size
@@ -110,9 +108,9 @@ class AllocateSuite(StrategySuite):
 
     def test_scattered_blocks_are_found(self, strategy: Strategy) -> None:
         """Every other request ends; the rest goes on, and a long one comes."""
-        arrivals = [
-            Arrival(0.0, (number,) * BLOCK, SamplingParams(max_tokens=1 + 30 * (number % 2))) for number in range(8)
-        ] + [Arrival(0.004, tuple(range(4 * BLOCK)), SamplingParams(max_tokens=20))]
+        arrivals = [Arrival(0.0, (number,) * BLOCK, SamplingParams(max_tokens=1 + 30 * (number % 2))) for number in range(8)] + [
+            Arrival(0.004, tuple(range(4 * BLOCK)), SamplingParams(max_tokens=20))
+        ]
         self.play(strategy, arrivals=arrivals, num_blocks=9)
 
     def test_blocks_are_not_asked_for_twice(self, strategy: Strategy) -> None:

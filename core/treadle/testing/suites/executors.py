@@ -218,7 +218,10 @@ class ExecutorSuite:
         sampling = SamplingParams(temperature=1.0, seed=7)
         prompt = self.prompt(driver.executor.model, BLOCK + 3)
         alone = self.truth(driver, prompt, sampling)
-        again, other = driver.add("again", prompt, sampling), driver.add("other", prompt[:5], SamplingParams(temperature=2.0, seed=8))
+        again, other = (
+            driver.add("again", prompt, sampling),
+            driver.add("other", prompt[:5], SamplingParams(temperature=2.0, seed=8)),
+        )
         driver.step((other, None))
         together = driver.generate(again, other, chunk=4)[0]
         assert together[:NUM_TOKENS] == alone, f"{together} is not {alone}"

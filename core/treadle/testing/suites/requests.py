@@ -91,7 +91,8 @@ class OrderSuite(StrategySuite):
         """Among its equals it comes before all who were submitted after it."""
         spy = OrderSpy()
         arrivals = [
-            Arrival(number * 0.001, tuple(range(number * 40, number * 40 + 20)), SamplingParams(max_tokens=40)) for number in range(12)
+            Arrival(number * 0.001, tuple(range(number * 40, number * 40 + 20)), SamplingParams(max_tokens=40))
+            for number in range(12)
         ]
         tally = self.play(strategy, spy, arrivals=arrivals)
         assert tally["preempted"], "nobody was preempted: the pool is too large for this test"
@@ -155,9 +156,7 @@ class OrderSpy:
         assert len(set(ids)) == len(ids), f"a request comes twice: {ids}"
         strangers = [i for i in ids if i not in self._waiting]
         assert not strangers, f"{strangers} do not wait"
-        kept_back = [
-            r.id for r in self._waiting.values() if r.id not in ids and step.now - r.arrival_s > self.patience_s
-        ]
+        kept_back = [r.id for r in self._waiting.values() if r.id not in ids and step.now - r.arrival_s > self.patience_s]
         assert not kept_back, f"{kept_back} wait for more than {self.patience_s} s and are not yielded"
         self.lists.append([Seen(request) for request in requests])
         return iter(requests)

@@ -28,7 +28,7 @@ class Truth(NamedTuple):
 def truth_of(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, eos_token_ids: Sequence[int] = ()) -> Truth:
     """Continue `prompt`, alone and in one piece, by up to `num_tokens` tokens; the token that ends it is the last."""
     ids = torch.tensor([list(prompt)], device=model.device)
-    out: Any = model.generate(  # type: ignore[operator]  # transformers mixes it in
+    out: Any = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=num_tokens,
@@ -65,7 +65,7 @@ class Shelf:
                 self._kept[choice] = original(*choice)
             return replace(self._kept[choice], model=copy.deepcopy(self._kept[choice].model))
 
-        loading.load = load
+        loading.load = load  # type: ignore[assignment]  # the executor passes no names
         try:
             yield
         finally:
