@@ -67,7 +67,8 @@ def main() -> int:
     print(
         f"full product: {sum(counts.values())} combinations, {counts['ran']} ran, "
         f"{counts['refused']} refused at start-up, {counts['failed']} failed, "
-        f"{time.monotonic() - started_s:.0f} s with {options.jobs} processes ({options.requests} requests each, seed {options.seed})"
+        f"{time.monotonic() - started_s:.0f} s with {options.jobs} processes "
+        f"({options.requests} requests each, seed {options.seed})"
     )
     return 1 if counts["failed"] else 0
 

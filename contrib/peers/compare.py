@@ -46,6 +46,10 @@ class Results:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
 
+    def close(self) -> None:
+        """No more records."""
+        self._file.close()
+
     def leave_out(self, engine: str, why: str) -> None:
         """Say that an engine takes no part, or no more."""
         print(f"left out: {engine}: {why}", flush=True)
@@ -191,28 +195,34 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return given
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(given: argparse.Namespace) -> int:
     """Compare and print; 1 when Treadle could not be measured."""
-    given = parse(argv)
-    model = catalogue.model_folder()
-    if not model.exists():
-        print("the model that all engines run is missing: run setup_peers.py first", file=sys.stderr)
-        return 1
     path = given.out or catalogue.home() / "results" / time.strftime("%Y%m%d-%H%M%S.jsonl")
-    comparison = Comparison(given, Results(path), Corpus.read(model / "corpus.json"), machine.Yardstick(), [])
+    corpus = Corpus.read(catalogue.model_folder() / "corpus.json")
+    comparison = Comparison(given, Results(path), corpus, machine.Yardstick(), [])
     comparison.results.add(
         "begun",
         date=time.strftime("%Y-%m-%d %H:%M"),
         machine=machine.facts(),
-        corpus=f"{comparison.corpus.source}, tokens {comparison.corpus.digest}",
+        corpus=f"{corpus.source}, tokens {corpus.digest}",
         **{name: getattr(given, name) for name in ("rounds", "first_round", "threads", "pool_tokens", "share")},
     )
     with ExitStack() as stack:
+        stack.callback(comparison.results.close)
         comparison.load(given.engines, stack)
         for number in range(given.first_round, given.first_round + given.rounds):
             comparison.play(number)
     print(f"\n{report.report(comparison.results.records)}\n\nResults: {path}")
     return 0 if figures.Turns(comparison.results.records).names(peers=False) else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Read the command line and compare, where there is a model to compare with."""
+    given = parse(argv)
+    if not catalogue.model_folder().exists():
+        print("the model that all engines run is missing: run setup_peers.py first", file=sys.stderr)
+        return 1
+    return run(given)
 
 
 if __name__ == "__main__":

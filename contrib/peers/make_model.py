@@ -15,9 +15,9 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-from catalogue import model_folder
-
 import treadle
+
+from catalogue import model_folder
 
 DROPPED = ("quantization_config", "id2label", "label2id", "problem_type", "_model_name_or_path", "_name_or_path")
 """What a config that came from a GGUF file holds, and a model in safetensors should not."""

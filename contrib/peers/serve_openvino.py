@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai as genai
+
 import serving
 from workloads import AT_ONCE, Job
 

@@ -6,11 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import serving
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+import serving
 from workloads import AT_ONCE, Job
 
 PADDING = 2

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
+import treadle
+
 import serving
 from workloads import AT_ONCE, Job
-
-import treadle
 
 
 class TreadleEngine:

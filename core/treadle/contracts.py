@@ -173,6 +173,19 @@ class StaticChannels:
 
 
 @dataclass(frozen=True)
+class KeyBalance:
+    """What a calibration found to make keys easy to quantize, for each channel of each head: [layer][head][channel].
+
+    `(key - center) / factor` is stored and meets `query * factor`: a query's product with the centre is the same for all keys, so
+    softmax does not see it.
+    """
+
+    factors: tuple[tuple[tuple[float, ...], ...], ...]
+    centers: tuple[tuple[tuple[float, ...], ...], ...] | None = None
+    """None where there are none; only without them may scores be capped, as some models do."""
+
+
+@dataclass(frozen=True)
 class KVFormat:
     """How keys and values are stored in the pool: pure data, which attention backends match against what they read.
 
@@ -197,6 +210,8 @@ class KVFormat:
     """Static scales of keys; then none are stored, and `key_group` and `key_symmetric` say nothing."""
     value_channels: StaticChannels | None = field(default=None, hash=False, repr=False)
     """The same of values."""
+    key_balance: KeyBalance | None = field(default=None, hash=False, repr=False)
+    """Makes channels of keys alike before they are rotated and quantized."""
     rotation: int | None = None
     """Size of the Hadamard blocks by which what is quantized is rotated first; None means none."""
     whole_heads: frozenset[tuple[int, int]] = frozenset()
@@ -216,6 +231,7 @@ class KVFormat:
         if self.scheme == "linear" and self.key_bits is None and self.value_bits is None:
             return "whole"
         key = _side_name(self.key_bits, self.key_group, self.key_symmetric, self.key_channels)
+        key += "b" if self.key_balance else ""
         value = _side_name(self.value_bits, self.value_group, self.value_symmetric, self.value_channels)
         scheme = "" if self.scheme == "linear" else f"{self.scheme}:"
         return f"{scheme}k{key}v{value}" + (f"h{self.rotation}" if self.rotation else "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 
 from treadle.registry import Registry
@@ -26,7 +28,7 @@ def every(slot: str, *more: Strategy) -> list[Strategy]:
 
 
 def label(strategy: Strategy) -> str:
-    return strategy if isinstance(strategy, str) else "-".join(map(str, dict(strategy).values()))  # type: ignore[call-overload]
+    return "-".join(map(str, strategy.values())) if isinstance(strategy, Mapping) else str(strategy)
 
 
 class TestAccept(AcceptSuite):

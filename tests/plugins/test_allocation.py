@@ -150,9 +150,9 @@ def test_contiguous_reserves_once_and_for_all(reserve: str, expected: int) -> No
             # the last of 49 tokens is never computed: 48 fill three blocks
             engine.submit([1] * 9, SamplingParams(max_tokens=40), request_id=name)
         drain_checked(engine)
-    for given in tables.given.values():
-        assert len(given) == 1, "more was asked for while the request ran"
-        (blocks,) = given
+    for pieces in tables.given.values():
+        assert len(pieces) == 1, "more was asked for while the request ran"
+        (blocks,) = pieces
         assert blocks == list(range(blocks[0], blocks[0] + expected))
 
 

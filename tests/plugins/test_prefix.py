@@ -83,8 +83,8 @@ def test_where_two_prefixes_collide_the_match_is_cut_short(monkeypatch: pytest.M
 
 
 def test_hash_chain_and_radix_find_the_same() -> None:
-    rng = random.Random(1)
-    prompts = []
+    rng = random.Random(1)  # noqa: S311  # has to be repeatable
+    prompts: list[list[int]] = []
     for _ in range(60):
         base = rng.choice(prompts) if prompts and rng.random() < 0.7 else []
         prompts.append([*base[: rng.randrange(len(base) + 1)], *(rng.randrange(5) for _ in range(rng.randrange(1, 40)))][:110])

@@ -24,7 +24,7 @@ class ScriptedEngine:
         self._flaw = flaw
         print("engines chatter on standard output")
 
-    def serve(self, jobs: Sequence[Job], at_once: int) -> list[serving.Answer]:  # noqa: ARG002
+    def serve(self, jobs: Sequence[Job], at_once: int) -> list[serving.Answer]:
         if self._flaw == "raises":
             raise RuntimeError("no such operation")
         if self._flaw == "ends":

@@ -3,10 +3,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+from scripted import Scripted
+
 import catalogue
 import compare
-import pytest
 import report
+from figures import Turns
 
 
 @pytest.fixture
@@ -27,18 +30,35 @@ def test_without_the_model_nothing_is_run(empty_home: Path, capsys: pytest.Captu
     assert "setup_peers.py" in capsys.readouterr().err
 
 
-def test_a_comparison_without_any_engine_ends_with_an_error_and_a_record(
-    empty_home: Path, capsys: pytest.CaptureFixture[str]
+def test_what_is_left_out_is_said_and_recorded(empty_home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = compare.Results(empty_home / "results.jsonl")
+    for engine in catalogue.peers():
+        results.leave_out(engine.name, str(engine.why_missing()))
+    results.close()
+    assert capsys.readouterr().out.count("not installed") == 4
+    assert [record["kind"] for record in report.read([results.path])] == ["left out"] * 4
+
+
+def test_a_round_asks_every_engine_and_goes_on_without_those_that_fail(
+    empty_home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (empty_home / "model").mkdir()
     (empty_home / "model" / "corpus.json").write_text(json.dumps({"source": "numbers", "ids": list(range(5000))}))
-    given = compare.parse(["--rounds", "1"])
-    given.engines = catalogue.peers()
-    results = compare.Results(empty_home / "results.jsonl")
-    for engine in given.engines:
-        results.leave_out(engine.name, str(engine.why_missing()))
-    assert capsys.readouterr().out.count("not installed") == 4
-    assert len(report.read([results.path])) == 4
+    given = compare.parse(["--rounds", "2", "--workloads", "W3", "--out", str(tmp_path / "out" / "results.jsonl")])
+    given.engines = [
+        Scripted(name, "", install, ("--flaw", flaw), empty_home)
+        for name, install, flaw in [("treadle", None, ""), ("good", "vllm", ""), ("bad", "vllm", "short")]
+    ]
+    catalogue.INSTALLS["vllm"].python.parent.mkdir(parents=True)
+    catalogue.INSTALLS["vllm"].python.touch()
+    catalogue.INSTALLS["vllm"].write_receipt()
+    assert compare.run(given) == 0
+    printed = capsys.readouterr().out
+    assert "left out: bad: bad gave" in printed
+    assert "| W3 time per output token |" in printed
+    turns = Turns(report.read([given.out]))
+    assert [len(turns.of("W3", name)) for name in ("treadle", "good", "bad")] == [6, 6, 0]
+    assert turns.agreement("W3", "treadle") == 1
 
 
 def test_variants_of_treadle_have_names_and_settings() -> None:

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import figures
 import pytest
+
+import figures
 import report
 from figures import METRICS, Metric, Spread, Turns
 from serving import Answer

@@ -1,27 +1,15 @@
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import catalogue
-import machine
 import pytest
+from scripted import Scripted
+
+import machine
 from processes import EngineFailed, EngineProcess
 from workloads import Job
-
-SCRIPT = Path(__file__).with_name("scripted_engine.py")
-
-
-@dataclass(frozen=True)
-class Scripted(catalogue.Engine):
-    """An engine whose script lies beside the tests."""
-
-    def command(self, threads: int, pool_tokens: int) -> list[str]:
-        fixed = ["--model", "none", "--threads", str(threads), "--pool-tokens", str(pool_tokens)]
-        return [sys.executable, str(SCRIPT), *fixed, *self.arguments]
 
 
 @pytest.fixture

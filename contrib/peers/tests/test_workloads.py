@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from workloads import LONGEST, WORKLOADS, Corpus, lengths, make, make_warm_up
 
 CORPUS = Corpus(list(range(5000)), "numbers")

@@ -39,7 +39,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 """Settings by which a strategy has something to do in a workload of 30 requests."""
 
 
-def tables(row: Row) -> dict[str, dict[str, Any]]:
+def tables(row: Row) -> dict[str, Any]:
     """The row as values for `make_engine`."""
     return {slot: {"strategy": name, **SMALL.get(f"{slot}.{name}", {})} for slot, name in row.items()}
 

@@ -8,7 +8,8 @@ for bit, whatever is computed beside it. A kernel that does the same operations 
 
 with top = 2 ** bits - 1 and middle = 2 ** (bits - 1), codes cut to 0..top, and half-precision numbers cut to its finite range. A
 symmetric scale is negative when the extreme is positive, so that the extreme always gets code 0: that way all codes are used.
-Where a scale is 0 the code is 0, or `middle` when symmetric. Rows with NaN or infinity get such a scale, and come back as NaN.
+Where a scale is 0 the code is 0, or `middle` when symmetric; a quotient that is NaN gives code 0. Groups with NaN or infinity get
+such a scale or minimum and do not come back finite.
 """
 
 from __future__ import annotations
@@ -28,6 +29,39 @@ class Encoded(NamedTuple):
     codes: torch.Tensor  # [..., row_bytes] uint8
     scales: torch.Tensor | None  # [..., groups] float16; None where scales are static
     minima: torch.Tensor | None  # [..., groups] float16; None where codes are symmetric or scales static
+
+
+class Turn(NamedTuple):
+    """How rows of some heads of one layer are turned before they are quantized, and what meets them."""
+
+    rotation: int | None
+    """Size of the Hadamard blocks."""
+    factors: torch.Tensor | None  # [heads, head_dim] float32
+    centers: torch.Tensor | None  # [heads, head_dim] float32
+
+    @property
+    def is_none(self) -> bool:
+        """Whether rows stay as they are."""
+        return self.rotation is None and self.factors is None
+
+    def rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows [tokens, heads, head_dim] as they are quantized: balanced, then rotated."""
+        if self.centers is not None:
+            rows = rows.float() - self.centers
+        if self.factors is not None:
+            rows = rows.float() / self.factors
+        return self._rotated(rows)
+
+    def queries(self, queries: torch.Tensor) -> torch.Tensor:
+        """Queries [tokens, KV heads, queries of each, head_dim] as they meet stored keys."""
+        return self._rotated(queries if self.factors is None else queries * self.factors[:, None])
+
+    def outputs(self, outputs: torch.Tensor) -> torch.Tensor:
+        """Sums of stored values [tokens, KV heads, queries of each, head_dim] as sums of values."""
+        return self._rotated(outputs)
+
+    def _rotated(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self.rotation is None else hadamard(rows, self.rotation)
 
 
 class Channels(NamedTuple):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 
-from treadle.contracts import KVFormat, StaticChannels
-from treadle_plugins.attention.codecs import Channels, Codec
+from treadle.contracts import KeyBalance, KVFormat, StaticChannels
+from treadle_plugins.attention.codecs import Codec
 from treadle_plugins.attention.spec import AttentionSpec
 
+Table = Sequence[Sequence[Sequence[float]]]
+"""[layer][head][channel]"""
 BITS = (8, 4, 2)
 SCHEME = "linear"
 
@@ -68,6 +71,7 @@ class SideFormat(NamedTuple):
     group: int | None
     symmetric: bool
     channels: StaticChannels | None
+    balance: KeyBalance | None = None
 
     def layout(self, block_size: int, head_dim: int) -> ChunkLayout:
         """Of one chunk, for a side that is quantized."""
@@ -79,7 +83,7 @@ class SideFormat(NamedTuple):
 
 def side_of_keys(form: KVFormat) -> SideFormat:
     """How keys are quantized."""
-    return SideFormat(form.key_bits, form.key_group, form.key_symmetric, form.key_channels)
+    return SideFormat(form.key_bits, form.key_group, form.key_symmetric, form.key_channels, form.key_balance)
 
 
 def side_of_values(form: KVFormat) -> SideFormat:
@@ -94,44 +98,45 @@ def unreadable(spec: AttentionSpec) -> str | None:
         return f"KV scheme {form.scheme!r} is not {SCHEME!r}"
     if form.history_dependent:
         return f"KV format {form.name!r} depends on tokens stored before"
-    size = form.rotation
+    keys = (f"keys: {reason}" for reason in _side_faults(side_of_keys(form), spec))
+    values = (f"values: {reason}" for reason in _side_faults(side_of_values(form), spec))
+    return next(chain(_turn_faults(form, spec), keys, values), None)
+
+
+def _turn_faults(form: KVFormat, spec: AttentionSpec) -> Iterator[str]:
+    size, balance = form.rotation, form.key_balance
     if size is not None and (size < 1 or size & (size - 1) or spec.head_dim % size):
-        return f"a rotation of {size} is no power of two that divides the head size {spec.head_dim}"
-    for label, side in (("keys", side_of_keys(form)), ("values", side_of_values(form))):
-        reason = None if side.bits is None else _side_unreadable(side, spec)
-        if reason:
-            return f"{label}: {reason}"
-    return None
+        yield f"a rotation of {size} is no power of two that divides the head size {spec.head_dim}"
+    if balance is None:
+        return
+    if balance.centers is not None and spec.soft_cap is not None:
+        yield "keys are stored without their centers, but the model caps its scores, which must be whole for that"
+    if not _fits(spec, balance.factors, balance.centers):
+        yield f"the balance of keys is not {_shape(spec)}"
 
 
-def channels_of(static: StaticChannels, heads: Sequence[Sequence[int]], device: torch.device) -> tuple[Channels, ...]:
-    """Static scales of each layer's `heads` as tensors."""
-
-    def chosen(table: Sequence[Sequence[Sequence[float]]], layer: int) -> torch.Tensor:
-        return torch.tensor(table[layer], dtype=torch.float32, device=device)[list(heads[layer])]
-
-    minima = static.minima
-    return tuple(
-        Channels(chosen(static.scales, layer), None if minima is None else chosen(minima, layer)) for layer in range(len(heads))
-    )
-
-
-def _side_unreadable(side: SideFormat, spec: AttentionSpec) -> str | None:
+def _side_faults(side: SideFormat, spec: AttentionSpec) -> Iterator[str]:
+    if side.bits is None:
+        return
     if side.bits not in BITS:
-        return f"{side.bits} bits are none of {', '.join(map(str, BITS))}"
-    if spec.head_dim % (8 // side.bits):
-        return f"codes of {side.bits} bits do not fill whole bytes of a head of {spec.head_dim}"
+        yield f"{side.bits} bits are none of {', '.join(map(str, BITS))}"
+    elif spec.head_dim % (8 // side.bits):
+        yield f"codes of {side.bits} bits do not fill whole bytes of a head of {spec.head_dim}"
     if side.group is not None and (side.group < 1 or spec.head_dim % side.group):
-        return f"groups of {side.group} do not divide the head size {spec.head_dim}"
-    if side.channels is None:
-        return None
-    shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
-    tables = [side.channels.scales] + ([] if side.channels.minima is None else [side.channels.minima])
-    if any(not _has_shape(table, shape) for table in tables):
-        return f"static scales are not [{shape[0]} layers][{shape[1]} heads][{shape[2]} channels]"
-    return None
+        yield f"groups of {side.group} do not divide the head size {spec.head_dim}"
+    if side.channels is not None and not _fits(spec, side.channels.scales, side.channels.minima):
+        yield f"static scales are not {_shape(spec)}"
 
 
-def _has_shape(table: Sequence[Sequence[Sequence[float]]], shape: tuple[int, int, int]) -> bool:
-    layers, heads, channels = shape
-    return len(table) == layers and all(len(rows) == heads and all(len(row) == channels for row in rows) for rows in table)
+def _shape(spec: AttentionSpec) -> str:
+    return f"[{spec.num_layers} layers][{spec.num_kv_heads} heads][{spec.head_dim} channels]"
+
+
+def _fits(spec: AttentionSpec, *tables: Table | None) -> bool:
+    """Whether each table has a number for each channel of each head of each layer."""
+    return all(
+        len(table) == spec.num_layers
+        and all(len(rows) == spec.num_kv_heads and all(len(row) == spec.head_dim for row in rows) for rows in table)
+        for table in tables
+        if table is not None
+    )

@@ -19,8 +19,11 @@ R = head_dim * bits / 8 and byte j holds elements j, j + R, ... with the lowest 
     2 bits    byte j = code[j] | code[j + head_dim / 4] << 2 | code[j + head_dim / 2] << 4 | code[j + 3 * head_dim / 4] << 6
 
 What codes mean, and how rows become codes, stands in codecs.py. So all that belongs to a block lies under its id and goes with it
-through copies, swap, sharing and eviction. With a rotation, rows of packed heads are rotated before they are stored: queries are
-rotated likewise before they meet packed keys, and outputs are rotated back where values are packed.
+through copies, swap, sharing and eviction.
+
+Rows of packed heads may be turned before they are quantized: keys are balanced, `(key - center) / factor`, then keys and values
+are rotated. A backend turns queries alike before they meet packed keys (`turn_queries`: times factor, rotated; what the centre
+would add is the same for all keys and falls out of softmax), and rotates outputs back where values are packed (`turn_back`).
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ from functools import cached_property
 import torch
 
 from treadle_plugins.attention.batch import PackedBatch
-from treadle_plugins.attention.codecs import Channels, Encoded, hadamard
-from treadle_plugins.attention.layout import ChunkLayout, SideFormat, channels_of, side_of_keys, side_of_values
+from treadle_plugins.attention.codecs import Channels, Encoded, Turn
+from treadle_plugins.attention.layout import ChunkLayout, SideFormat, Table, side_of_keys, side_of_values
 from treadle_plugins.attention.spec import AttentionSpec
 
 POISON_BYTE = 0xFF
@@ -63,16 +66,18 @@ class SideStorage:
 
     def __init__(self, spec: AttentionSpec, side: SideFormat, keeps: Callable[[int, int], bool]) -> None:
         """`keeps` says whether a layer's head is kept whole."""
+        self._spec = spec
         heads, layers = range(spec.num_kv_heads), range(spec.num_layers)
         self.whole_heads = tuple(tuple(head for head in heads if keeps(layer, head)) for layer in layers)
         self.packed_heads = tuple(tuple(head for head in heads if not keeps(layer, head)) for layer in layers)
         self.layout: ChunkLayout | None = side.layout(spec.block_size, spec.head_dim) if any(self.packed_heads) else None
-        self.rotation = spec.kv_format.rotation
         self.channels: tuple[Channels, ...] | None = None
         """Static scales of each layer's packed heads; None where scales are stored with the tokens."""
         if side.channels is not None:
-            self.channels = channels_of(side.channels, self.packed_heads, torch.device(spec.device))
-        self._spec = spec
+            scales, minima = self._of_packed(side.channels.scales), self._per_layer(side.channels.minima)
+            self.channels = tuple(Channels(*parts) for parts in zip(scales, minima, strict=True))
+        self.turns = self._turns(side)
+        """How rows of each layer's packed heads are turned."""
         self._packed: dict[int, torch.Tensor] = {}
         self._whole: dict[int, torch.Tensor] = {}
         self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -164,20 +169,29 @@ class SideStorage:
         rows[list(packed_heads)], rows[list(whole_heads)] = unpacked, whole.float()
         return rows
 
-    def rotate(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
-        """Queries or outputs [tokens, heads, head_dim], rotated where the KV head's own rows are: forth and back are the same."""
+    def turn_queries(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Queries [tokens, heads, head_dim] as they meet the stored keys; in float32 where anything is turned."""
+        return self._on_packed(layer, queries, self.turns[layer].queries)
+
+    def turn_back(self, layer: int, outputs: torch.Tensor) -> torch.Tensor:
+        """Sums of stored values [tokens, heads, head_dim] as sums of values; in float32 where anything is turned."""
+        return self._on_packed(layer, outputs, self.turns[layer].outputs)
+
+    def _on_packed(self, layer: int, rows: torch.Tensor, turn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """`turn` [tokens, KV heads, queries of each, head_dim] of those heads whose KV is packed."""
         heads = self.packed_heads[layer]
-        if self.rotation is None or not heads:
+        if self.turns[layer].is_none or not heads:
             return rows
+        grouped = torch.unflatten(rows.float(), 1, (self._spec.num_kv_heads, -1))
         if len(heads) == self._spec.num_kv_heads:
-            return hadamard(rows, self.rotation)
-        grouped = torch.unflatten(rows.float(), 1, (self._spec.num_kv_heads, -1)).clone()
-        grouped[:, list(heads)] = hadamard(grouped[:, list(heads)], self.rotation)
-        return grouped.flatten(1, 2)
+            return turn(grouped).flatten(1, 2)
+        turned = grouped.clone()
+        turned[:, list(heads)] = turn(grouped[:, list(heads)])
+        return turned.flatten(1, 2)
 
     def _write_packed(self, layer: int, rows: torch.Tensor, slots: tuple[torch.Tensor, slice, torch.Tensor]) -> None:
         assert self.layout is not None, "packed heads have a layout"
-        rows = rows if self.rotation is None else hadamard(rows, self.rotation)
+        rows = self.turns[layer].rows(rows)
         codec, chunks = self.layout.codec, self.packed(layer)
         encoded = codec.encode(rows) if self.channels is None else codec.encode_static(rows, self.channels[layer])
         self.layout.codes(chunks)[slots] = encoded.codes
@@ -186,7 +200,7 @@ class SideStorage:
                 target[slots] = source
 
     def _gather_packed(self, layer: int, slots: Slots) -> torch.Tensor:
-        """[packed heads, tokens, head_dim] in float32, still rotated."""
+        """[packed heads, tokens, head_dim] in float32, as they were turned."""
         assert self.layout is not None, "packed heads have a layout"
         codec, chunks, where = self.layout.codec, self.packed(layer), (slots.blocks, slice(None), slots.offsets)
         scales, minima = self.layout.scales(chunks), self.layout.minima(chunks)
@@ -197,6 +211,20 @@ class SideStorage:
         )
         rows = codec.decode(stored) if self.channels is None else codec.decode_static(stored, self.channels[layer])
         return rows.transpose(0, 1)
+
+    def _turns(self, side: SideFormat) -> tuple[Turn, ...]:
+        factors = self._per_layer(side.balance.factors if side.balance else None)
+        centers = self._per_layer(side.balance.centers if side.balance else None)
+        return tuple(Turn(self._spec.kv_format.rotation, *parts) for parts in zip(factors, centers, strict=True))
+
+    def _per_layer(self, table: Table | None) -> Sequence[torch.Tensor | None]:
+        """The same; None for each layer where there is no table."""
+        return [None] * self._spec.num_layers if table is None else self._of_packed(table)
+
+    def _of_packed(self, table: Table) -> list[torch.Tensor]:
+        """For each layer [packed heads, head_dim] in float32."""
+        tensors = (torch.tensor(rows, dtype=torch.float32, device=self.device) for rows in table)
+        return [rows[list(heads)] for rows, heads in zip(tensors, self.packed_heads, strict=True)]
 
     def _heads(self, rows: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
         return rows if len(heads) == rows.shape[1] else rows[:, list(heads)]

@@ -89,13 +89,13 @@ class TorchAttention:
         """[tokens, heads, head_dim] for `queries` of that shape, each over its own sequence up to its own position."""
         if how.window not in self._prepared:
             self._prepared[how.window] = self._sequences(batch, how.window)
-        turned = self._keys.rotate(layer, queries).to(self._dtype)
+        turned = self._keys.turn_queries(layer, queries).to(self._dtype)
         out = torch.empty_like(turned)
         for sequence in self._prepared[how.window]:
             keys, values = (side.gather(layer, sequence.slots).to(self._dtype) for side in (self._keys, self._values))
             attended = self._attend_one(self._grouped(turned[sequence.tokens]), keys, values, sequence, how)
             out[sequence.tokens] = attended.permute(2, 0, 1, 3).flatten(1, 2)
-        return self._values.rotate(layer, out).to(queries.dtype)
+        return self._values.turn_back(layer, out).to(queries.dtype)
 
     def _grouped(self, queries: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, head_dim] as [kv_heads, queries per KV head, tokens, head_dim]."""

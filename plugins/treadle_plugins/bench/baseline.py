@@ -1,7 +1,7 @@
 """`treadle bench-baseline`: the classic base line against paged, continuous, prefix-sharing serving, at equal outputs.
 
 Chat requests share a system prompt and end by themselves, well below their `max_tokens`. Each policy serves them with the real
-model in a pool that is large enough; the recorded answers are then replayed in smaller and smaller pools, to find the smallest one
+model in a pool that is large enough; the recorded answers are then replayed in smaller pools, to find the smallest one
 that serves them as fast, without preemption and without refusing anybody.
 """
 
@@ -28,8 +28,9 @@ SYSTEM = (
     "who could know. Never invent titles, dates or names. Opening hours are nine to six from Monday to Friday and ten to two on "
     "Saturday. Books are lent for four weeks and may be renewed twice, unless somebody waits for them. "
 )
-SUBJECTS = tuple(
-    "the water cycle, the moon, bread, glass, a violin, the number seven, tea, rain, a bicycle, honey, paper, salt".split(", ")
+SUBJECTS = (
+    *("the water cycle", "the moon", "bread", "glass", "a violin", "the number seven"),
+    *("tea", "rain", "a bicycle", "honey", "paper", "salt"),
 )
 QUESTIONS = (
     "What is {}? Answer in one sentence.",

@@ -38,10 +38,10 @@ class StrategySuite:
 
     def engine(self, strategy: Strategy, *plugins: object, executor: FakeExecutor | None = None, **options: Any) -> Engine:
         """An engine with the strategy in its slot. `options` are those of `make_engine`."""
-        table = dict(strategy) if isinstance(strategy, Mapping) else {"strategy": strategy}
+        table: dict[str, Any] = dict(strategy) if isinstance(strategy, Mapping) else {"strategy": strategy}
         registry = Registry.installed()
-        chosen = table["strategy"]
-        if isinstance(chosen, type):
+        chosen: Any = table["strategy"]
+        if not isinstance(chosen, str):
             registry = registry.with_offers([Offer(self.slot, UNDER_TEST, "a test", lambda: chosen)])
             table["strategy"] = UNDER_TEST
         factory = registry.find(self.slot, table["strategy"], "a test").load()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from itertools import pairwise
 
 from treadle.engine import Engine
 from treadle.hookspecs import hookimpl
@@ -121,7 +122,7 @@ class AllocateSuite(StrategySuite):
             serve(engine, [])
             assert_right(engine, [handle])
             tables = [plan.works[0].block_table for plan in executor.plans if plan.works]
-            for before, after in zip(tables, tables[1:], strict=False):
+            for before, after in pairwise(tables):
                 assert after[: len(before)] == before, f"blocks {before} became {after} while the request ran"
 
 

@@ -241,7 +241,7 @@ class BudgetSpy:
         self.num_asked = 0
 
     @hookimpl(wrapper=True)
-    def budget(self, step: Step) -> Generator[None, Budget | None, Budget | None]:
+    def budget(self) -> Generator[None, Budget | None, Budget | None]:
         """Put a watch around the answer."""
         answer = yield
         assert isinstance(answer, Budget), f"{answer!r} is no Budget"

@@ -66,12 +66,12 @@ class Vectors:
         self.builder.store(value, pointer, align=1)
 
     def prefetch(self, address: Value, offset: int = 0) -> None:
-        """Ask for the cache line at `address`; it is not read if it cannot be."""
+        """Ask for the cache line at `address`, into the second level, where many can be on their way; never faults."""
         pointer_type = I8.as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer_type, I32, I32, I32])
         function = self.builder.module.declare_intrinsic("llvm.prefetch", [pointer_type], kind)
         pointer = self.builder.inttoptr(self.at(address, offset), pointer_type)
-        self.builder.call(function, [pointer, I32(0), I32(3), I32(1)])
+        self.builder.call(function, [pointer, I32(0), I32(2), I32(1)])
 
     def load_lanes(self, address: Value, offset: int, count: int) -> Value:
         """`count` 32-bit lanes as an int vector; lanes beyond are undefined."""
