@@ -120,7 +120,7 @@ class EngineProcess:
         line, _, self._unread = self._unread.partition(b"\n")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
-            raise EngineFailed(f"{self.engine.name}: {reply['error'].strip()}")
+            raise EngineFailed(f"{self.engine.name} failed: {reply['error']}; its log is {self.log}")
         return reply
 
     def _failure(self, what: str) -> EngineFailed:

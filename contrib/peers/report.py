@@ -69,7 +69,7 @@ def _engines(records: Sequence[Record]) -> str:
     rows = [
         [
             name,
-            ", ".join(f"{key} {value}" for key, value in record["facts"].items() if value not in ([], "nothing")),
+            ", ".join(f"{key} {value}" for key, value in record["facts"].items() if value),
             f"{record['load_s']:.1f}",
             f"{record['load_peak_rss_mb']:,.0f}",
         ]

@@ -41,7 +41,7 @@ class VllmEngine:
             "torch": torch.__version__,
             "kv": cache.cache_dtype,
             "pool_tokens": (cache.num_gpu_blocks or 0) * cache.block_size,
-            "preloaded": os.environ.get("LD_PRELOAD", "nothing"),
+            "preloaded": " ".join(Path(name).name for name in os.environ.get("LD_PRELOAD", "").split(":") if name),
         }
 
     def serve(self, jobs: Sequence[Job], at_once: int) -> list[serving.Answer]:  # noqa: ARG002  # it was loaded with it

@@ -84,8 +84,9 @@ def run(load: Callable[[], Served]) -> None:
         reply({"facts": engine.facts, "load_s": time.perf_counter() - started_s})
         for line in sys.stdin:
             reply(_obey(engine, json.loads(line)))
-    except Exception:  # whatever an engine raises, the driver has to hear of it
-        reply({"error": traceback.format_exc()})
+    except Exception as error:  # whatever an engine raises, the driver has to hear of it
+        traceback.print_exc()
+        reply({"error": f"{type(error).__name__}: {error}"})
 
 
 def _obey(engine: Served, command: dict[str, Any]) -> dict[str, Any]:

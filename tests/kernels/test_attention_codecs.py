@@ -12,8 +12,8 @@ import torch
 from treadle.contracts import KeyBalance, KVFormat, ModelInfo, StaticChannels
 from treadle.plan import Work
 from treadle_plugins.attention.batch import PackedBatch
-from treadle_plugins.attention.codecs import Codec, hadamard
 from treadle_plugins.attention.layout import unreadable
+from treadle_plugins.attention.reference import requantized_keys, requantized_values
 from treadle_plugins.attention.spec import AttentionSpec, LayerAttention
 from treadle_plugins.attention.torch_backend import TorchAttention
 from treadle_plugins.execution.torch_executor.packing import Limits, pack
@@ -76,31 +76,6 @@ def random_rows(num_tokens: int, seed: int, dtype: str = "float32") -> tuple[tor
     return keys.to(getattr(torch, dtype)), values.to(getattr(torch, dtype))
 
 
-def requantized(form: KVFormat, layer: int, rows: torch.Tensor, side: str) -> torch.Tensor:
-    """`rows` [tokens, kv_heads, head_dim] as they come back from storage, by the plainest means."""
-    bits, group, symmetric, channels = (getattr(form, f"{side}_{name}") for name in ("bits", "group", "symmetric", "channels"))
-    keeps = form.keeps_keys if side == "key" else form.keeps_values
-    balance = form.key_balance if side == "key" else None
-    back = rows.float().clone()
-    for head in (head for head in range(HEADS) if not keeps(layer, head)):
-        factors, centers = torch.ones(DIM), torch.zeros(DIM)
-        if balance is not None:
-            factors = torch.tensor(balance.factors[layer][head])
-            centers = torch.tensor(balance.centers[layer][head]) if balance.centers else centers
-        turned = (rows[:, head].float() - centers) / factors
-        turned = hadamard(turned, form.rotation) if form.rotation else turned
-        if channels is None:
-            codec = Codec(bits, DIM, group or DIM, symmetric)
-            turned = codec.decode(codec.encode(turned))
-        else:
-            scales = torch.tensor(channels.scales[layer][head])
-            low = torch.tensor(channels.minima[layer][head]) if channels.minima else -scales * 2 ** (bits - 1)
-            turned = ((turned - low) / scales).round().clamp(0, 2**bits - 1) * scales + low
-        turned = hadamard(turned, form.rotation) if form.rotation else turned
-        back[:, head] = turned * factors + centers
-    return back
-
-
 def attention_by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, how: LayerAttention) -> torch.Tensor:
     """[queries, heads, head_dim] over [keys, kv_heads, head_dim] in float64."""
     group = q.shape[1] // k.shape[1]
@@ -140,10 +115,8 @@ def test_equal_to_attention_over_dequantized_rows(form: KVFormat, how: LayerAtte
         for n, (start, _) in enumerate(SHAPES):
             before = slice(history.bounds[n], history.bounds[n] + start)
             now = slice(batch.bounds[n], batch.bounds[n + 1])
-            k, v = (
-                requantized(form, layer, torch.cat([old[i][before], new[i][now]]), side)
-                for i, side in enumerate(("key", "value"))
-            )
+            k = requantized_keys(form, layer, torch.cat([old[0][before], new[0][now]]))
+            v = requantized_values(form, layer, torch.cat([old[1][before], new[1][now]]))
             exact = attention_by_hand(queries[now], k, v, start, how)
             assert (got[now].double() - exact).abs().max() < tolerance
 

@@ -38,7 +38,7 @@ class ScriptedEngine:
         answer = serving.Answer()
         for place in range(job.max_tokens - (self._flaw == "short")):
             time.sleep(0.001)
-            answer.add([len(job.prompt) + place], place / 1000)
+            answer.add([len(job.prompt) + place], (place + 1) / 1000)
         return answer
 
 

@@ -75,9 +75,12 @@ def pairs_of(row: Row) -> set[Pair]:
     return set(itertools.combinations(ordered, 2))
 
 
-def covering_rows(registry: Registry) -> list[dict[str, str]]:
-    """Rows in which every allowed pair occurs, far fewer than the full product. The same registry gives the same rows."""
-    allowed = allowed_pairs(registry)
+def covering_rows(registry: Registry, allowed: set[Pair] | None = None) -> list[dict[str, str]]:
+    """Rows in which every allowed pair occurs, far fewer than the full product. The same registry gives the same rows.
+
+    `allowed`: what `allowed_pairs` said, for those who have it already.
+    """
+    allowed = allowed_pairs(registry) if allowed is None else allowed
     missing = set(allowed)
     rows = []
     while missing:

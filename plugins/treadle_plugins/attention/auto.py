@@ -16,8 +16,9 @@ class AutoAttentionStrategy:
     @hookimpl
     def attention(self, spec: AttentionSpec) -> AttentionBackend:
         """The choice. Raises ConfigError, with each backend's reason, when none can serve."""
+        from treadle_plugins.attention.numba_backend.backend import NumbaAttention
         from treadle_plugins.attention.spec import choose
         from treadle_plugins.attention.torch_backend import TorchAttention
 
         # fastest first; the reference, which can do everything, last
-        return choose([TorchAttention], spec)
+        return choose([NumbaAttention, TorchAttention], spec)

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 class Attend(Protocol):
     """Attention of one pass, over the pool."""
 
-    def __call__(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """[tokens, heads, head_dim] for `queries` of that shape; to be called once for each layer.
 
         `keys` and `values` are [tokens, kv_heads, head_dim], already rotated, and are stored first. All three may be
@@ -28,9 +26,7 @@ class Attend(Protocol):
 class PackedForward(Protocol):
     """A model's forward pass over packed tokens: those of all sequences behind one another, without padding."""
 
-    def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Logits [rows, vocabulary], in any precision.
 
         `token_ids` and `positions` are [tokens], int64, in range; `rows` are indices into the tokens, in any order,
@@ -40,4 +36,8 @@ class PackedForward(Protocol):
 
     def describe(self) -> Mapping[str, str]:
         """Facts for `treadle explain`: what computes the pass, what was replaced, what was not and why."""
+        ...
+
+    def weight_bytes(self) -> int:
+        """Bytes of the weights that it keeps, those that are shared counted once."""
         ...

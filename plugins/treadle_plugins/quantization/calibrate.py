@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,15 +13,13 @@ from treadle.cli import Common, common_options
 from treadle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from treadle import Settings
+    from treadle.settings import Settings
     from treadle_plugins.quantization.calibration_file import Calibration
 
 LEAST_TOKENS = 64
-"""A text shorter than this says nothing about a model."""
-STRATEGY = "int4"
-"""Judges heads where the configuration quantizes nothing."""
-CENTRE = 4
-"""Columns of the report's numbers are this wide after the point."""
+"""A text, and a request, shorter than this says nothing about a model."""
+OTHERS_SHOWN = 5
+"""Heads that the report shows beside those that are to be kept."""
 
 
 @click.command()
@@ -54,16 +53,23 @@ def calibrate(
         text = text_file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {str(text_file)!r}: {error}; a text file in UTF-8 is needed") from error
-    found = find(common.settings(), text, Limits(max_tokens, chunk, max_share, threshold))
+    common.settings()  # sets up logs, too
+    found = find(partial(_configure, common), text, Limits(max_tokens, chunk, max_share, threshold))
     write(output, found)
     for line in report(found):
         click.echo(line)
     click.echo(f"wrote {output}; use it with --set quantize.calibration={output}")
 
 
+def _configure(common: Common, overrides: Sequence[str]) -> Settings:
+    from treadle.settings import load
+
+    return load(common.path, [*common.all_overrides, *overrides], registry=common.registry)
+
+
 def report(found: Calibration) -> Sequence[str]:
     """The table that people read: a row for each head that is kept whole, then the layers."""
-    kept = {head: "whole" for head in found.whole_heads} | {head: "keys" for head in found.whole_keys}
+    kept = dict.fromkeys(found.whole_heads, "whole") | dict.fromkeys(found.whole_keys, "keys")
     heads = sorted(found.heads, key=lambda head: -head.key_error)
     lines = [
         f"{found.model}: heads judged as {found.kv_format} over {found.num_tokens} tokens; "
@@ -71,7 +77,7 @@ def report(found: Calibration) -> Sequence[str]:
         f"{'layer':>5} {'head':>4} {'error of keys':>14} {'of values':>10}  kept",
     ]
     shown = [head for head in heads if (head.layer, head.head) in kept]
-    shown += [head for head in heads if (head.layer, head.head) not in kept][:5]
+    shown += [head for head in heads if (head.layer, head.head) not in kept][:OTHERS_SHOWN]
     for head in shown:
         what = kept.get((head.layer, head.head), "")
         lines.append(f"{head.layer:5d} {head.head:4d} {head.key_error:14.4f} {head.value_error:10.4f}  {what}".rstrip())

@@ -33,9 +33,9 @@ class LayerStatistics:
     def empty(cls, spec: AttentionSpec) -> LayerStatistics:
         """Of no token."""
         shape = (spec.num_kv_heads, spec.head_dim)
-        sums = [torch.zeros(shape, dtype=torch.float64, device=spec.device) for _ in range(3)]
+        zeros = torch.zeros(shape, dtype=torch.float64, device=spec.device)
         bounds = torch.full((2, *shape), float("inf"), device=spec.device)
-        return cls(0, *sums, bounds, -bounds)
+        return cls(0, zeros, zeros.clone(), zeros.clone(), bounds, -bounds)
 
     def add(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Count rows [tokens, kv_heads, head_dim]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from treadle_plugins.attention.batch import PackedBatch
@@ -28,6 +29,8 @@ _SMALL_WRITE = 65536
 class NumbaAttention:
     """Attention by compiled kernels, on the threads of torch."""
 
+    name = "numba"
+
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
         """None when it can do what `spec` asks for, else the reason why it cannot."""
@@ -49,17 +52,14 @@ class NumbaAttention:
         self._shape = KernelShape(spec.dtype, spec.head_dim, spec.queries_per_kv_head, host())
         self._kernels = load(self._shape, cache_dir or default_cache_dir())
         self._threads = Threads()
+        self.name = f"numba ({self._threads.name}; {self._shape.cpu.summary})"
         self._keys, self._values = open_sides(spec)
-        self._layers: list[tuple[int, int]] = []  # addresses of each layer's keys and values
+        self._heads = np.zeros((spec.num_layers, spec.num_kv_heads, jobs.HEAD_WORDS), np.int64)
+        self._head_addresses: list[int] = []
         self._workspace = Workspace(self._shape)
         self._calls: dict[LayerAttention, Call] = {}
         self._write_job = words(jobs.WRITE_WORDS)
         self._num_threads = 1
-
-    @property
-    def name(self) -> str:
-        """Name for `treadle explain`."""
-        return f"numba ({self._threads.name})"
 
     def block_bytes(self) -> int:
         """Bytes that one block takes, over all layers."""
@@ -71,8 +71,13 @@ class NumbaAttention:
             side.allocate(num_blocks)
             for tensor in side.tensors():
                 advise_large_pages(tensor)
-        layers = range(self.spec.num_layers)
-        self._layers = [(self._keys.whole(layer).data_ptr(), self._values.whole(layer).data_ptr()) for layer in layers]
+        for layer, heads in enumerate(self._heads):
+            for at, side in ((jobs.KEY_SIDE, self._keys), (jobs.VALUE_SIDE, self._values)):
+                rows = side.whole(layer)  # [block, head, token, head_dim]
+                head_bytes, block_bytes = (rows.stride(dim) * rows.itemsize for dim in (1, 0))
+                heads[:, at + jobs.ADDRESS] = rows.data_ptr() + np.arange(len(heads)) * head_bytes
+                heads[:, at + jobs.BLOCK_BYTES] = block_bytes
+        self._head_addresses = [int(heads.ctypes.data) for heads in self._heads]
 
     def tensors(self) -> Sequence[torch.Tensor]:
         """Keys and values as views, block first."""
@@ -85,7 +90,7 @@ class NumbaAttention:
 
     def prepare(self, batch: PackedBatch) -> None:
         """Forget the last step's tasks; `attend` makes this step's, once for each way to attend."""
-        assert batch.slot_blocks.is_contiguous() and batch.slot_offsets.is_contiguous() and batch.tables.is_contiguous()
+        assert all(tensor.is_contiguous() for tensor in (batch.slot_blocks, batch.slot_offsets, batch.tables))
         self._num_threads = self._threads.count
         for call in self._calls.values():
             call.forget()
@@ -96,16 +101,13 @@ class NumbaAttention:
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: PackedBatch) -> None:
         """Store `keys` and `values` [tokens, kv_heads, head_dim] in the slots that `batch` names."""
         keys, values = self._readable(keys), self._readable(values)
-        job, item_bytes, head_bytes = self._write_job, self._shape.item_bytes, self.spec.block_size * self._shape.row_bytes
+        job, item_bytes = self._write_job, self._shape.item_bytes
         job[jobs.THREADS] = job[jobs.NEXT] = 0
-        sides = ((jobs.KEY_SIDE, keys), (jobs.VALUE_SIDE, values))
-        for (side, rows), target in zip(sides, self._layers[layer], strict=True):
-            job[side + jobs.SOURCE] = rows.data_ptr()
-            job[side + jobs.SOURCE_TOKEN_BYTES] = rows.stride(0) * item_bytes
-            job[side + jobs.SOURCE_HEAD_BYTES] = rows.stride(1) * item_bytes
-            job[side + jobs.TARGET] = target
-            job[side + jobs.TARGET_BLOCK_BYTES] = self.spec.num_kv_heads * head_bytes
-            job[side + jobs.TARGET_HEAD_BYTES] = head_bytes
+        job[jobs.HEADS] = self._head_addresses[layer]
+        for source, rows in ((jobs.KEY_SOURCE, keys), (jobs.VALUE_SOURCE, values)):
+            job[source + jobs.SOURCE] = rows.data_ptr()
+            job[source + jobs.SOURCE_TOKEN_BYTES] = rows.stride(0) * item_bytes
+            job[source + jobs.SOURCE_HEAD_BYTES] = rows.stride(1) * item_bytes
         small = batch.num_tokens * self.spec.num_kv_heads * self._shape.row_bytes < _SMALL_WRITE
         self._threads.run(self._kernels.write, address_of(job), 1 if small else self._num_threads)
 
@@ -122,7 +124,7 @@ class NumbaAttention:
         job[jobs.QUERIES], job[jobs.OUT] = queries.data_ptr(), out.data_ptr()
         job[jobs.QUERY_TOKEN_BYTES] = queries.stride(0) * item_bytes
         job[jobs.QUERY_HEAD_BYTES] = queries.stride(1) * item_bytes
-        job[jobs.KEYS], job[jobs.VALUES] = self._layers[layer]
+        job[jobs.HEADS] = self._head_addresses[layer]
         self._threads.run(self._kernels.attend, address_of(job), 1 if call.is_small else self._num_threads)
         return out
 

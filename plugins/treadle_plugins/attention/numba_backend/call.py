@@ -57,7 +57,7 @@ class Call:
     """A job of attention for layers that attend alike."""
 
     def __init__(self, spec: AttentionSpec, shape: KernelShape, how: LayerAttention, workspace: Workspace) -> None:
-        self.job = words(jobs.JOB_WORDS)
+        self.job = words(jobs.ATTEND_WORDS)
         self.is_small = True
         """The job is done before other threads would be awake."""
         self._spec, self._shape, self._how, self._workspace = spec, shape, how, workspace
@@ -84,10 +84,7 @@ class Call:
         self.is_small = made.cost < _SMALL_COST
 
     def _fill(self) -> None:
-        spec, shape, how, job = self._spec, self._shape, self._how, self.job
-        head_bytes = spec.block_size * shape.row_bytes
-        job[jobs.KEY_HEAD_BYTES] = job[jobs.VALUE_HEAD_BYTES] = head_bytes
-        job[jobs.KEY_BLOCK_BYTES] = job[jobs.VALUE_BLOCK_BYTES] = spec.num_kv_heads * head_bytes
+        spec, how, job = self._spec, self._how, self.job
         job[jobs.BLOCK_SIZE], job[jobs.NUM_HEADS] = spec.block_size, spec.num_heads
         job[jobs.WINDOW] = _EVERYTHING if how.window is None else how.window
         job[jobs.SLOPES] = self._slopes.ctypes.data

@@ -110,7 +110,9 @@ def _without_python(text: str, wrapper: str, name: str) -> Any:
 
 def _machine(shape: KernelShape) -> Any:
     target = llvm.Target.from_triple(llvm.get_process_triple())
-    return target.create_target_machine(cpu=shape.cpu.name, features=shape.cpu.features, opt=3, reloc="pic", codemodel="default", jit=True)
+    return target.create_target_machine(
+        cpu=shape.cpu.name, features=shape.cpu.features, opt=3, reloc="pic", codemodel="default", jit=True
+    )
 
 
 def _key(shape: KernelShape) -> str:

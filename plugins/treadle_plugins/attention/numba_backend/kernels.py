@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import types
 
-from treadle_plugins.attention.numba_backend import jobs, tiles
+from treadle_plugins.attention.numba_backend import instructions, jobs
 from treadle_plugins.attention.numba_backend.forms import whole
+from treadle_plugins.attention.numba_backend.instructions import inlined, step
 from treadle_plugins.attention.numba_backend.shape import SEGMENT, TILE, KernelShape
-from treadle_plugins.attention.numba_backend.vectors import I8, I64, Vectors
+from treadle_plugins.attention.numba_backend.tiles import Tiles
+from treadle_plugins.attention.numba_backend.write import build_write
 
-Emit = Callable[..., Any]
 SIGNATURE = types.void(types.int64)
 """Of every kernel: the address of a job."""
 _TILES = SEGMENT // TILE
-_AT_ONCE = 6  # rows that a matrix kernel takes
-_WRITTEN_AT_ONCE = 16  # tokens
+_TOGETHER = 6  # rows that a matrix kernel takes at once
+_ASKED = TILE // 4  # tokens of the next tile that are fetched between two parts of this one
+
+OneTile = Callable[[int, int, int, int, int, int, int, int, int], None]
+Locate = Callable[[int, int, int, int, int], int]
+AllTiles = Callable[[int, int, int, int], None]
 
 
 class Kernels(NamedTuple):
@@ -31,97 +34,83 @@ class Kernels(NamedTuple):
 
 def build(shape: KernelShape) -> Kernels:
     """The kernels for `shape`."""
-    return Kernels(_attend(shape), _write(shape))
-
-
-def _attend(shape: KernelShape) -> Callable[[int], None]:
     form = whole(shape)
-    parts = tiles.Tiles(shape, form, form)
+    tiles = Tiles(shape, form, form)
+    locate = _locate(shape, tiles, form.row_bytes)
+    return Kernels(_attend(shape, tiles, _all_tiles(shape, tiles, locate, _one_tile(shape, tiles))), build_write(shape))
 
-    def part(emit: Emit) -> Any:
-        return _instruction(shape, emit)
 
-    word, poke, take = part(_word), part(_poke), part(_take)
-    pack_query, clear, cap, finish = part(parts.pack_query), part(parts.clear), part(parts.cap), part(parts.finish)
-    pack_keys, pack_values, scores = part(parts.pack_keys), part(parts.pack_values), part(parts.scores)
-    weigh, join = part(parts.weigh), part(parts.join)
-    soften = part(lambda v, a, s, j, r, q, low, high: parts.soften(v, a, s, j, r, q, [low, high]))
-    at = parts.scratch
-    scratch_bytes, state_bytes, row_bytes = at.num_bytes, shape.state_bytes, shape.row_bytes
-    total_at, part_at, places_at, zeros_at = at.total, at.part, at.places, at.zeros
-    group, rows_at_most, stored_bytes = shape.group, shape.rows, form.row_bytes
+def _attend(shape: KernelShape, tiles: Tiles, all_tiles: AllTiles) -> Callable[[int], None]:
+    word, take, poke = instructions.word(shape.cpu), instructions.take(shape.cpu), instructions.poke(shape.cpu)
+    pack_query, finish, join = (step(shape.cpu, emit) for emit in (tiles.pack_query, tiles.finish, tiles.join))
+    group, row_bytes, state_bytes = shape.group, shape.row_bytes, shape.state_bytes
+    scratch_bytes, total_at = tiles.scratch.num_bytes, tiles.scratch.total
 
-    @njit  # type: ignore[misc]
-    def locate(job: int, scratch: int, task: int, tile: int, places: int) -> int:
-        """Addresses of a tile's keys and values; how many the task's queries see at most."""
-        block_size, head = word((job, jobs.BLOCK_SIZE)), word((task, jobs.HEAD))
-        table = word((job, jobs.TABLES)) + 8 * word((task, jobs.TABLE))
-        keys = word((job, jobs.KEYS)) + head * word((job, jobs.KEY_HEAD_BYTES))
-        values = word((job, jobs.VALUES)) + head * word((job, jobs.VALUE_HEAD_BYTES))
-        first = tile * TILE
-        count = min(TILE, word((task, jobs.POSITION)) + word((task, jobs.COUNT)) - first)
-        index = 0
-        while index < count:
-            block = (first + index) // block_size
-            offset = first + index - block * block_size
-            run = min(block_size - offset, count - index)
-            block = word((table, block))
-            key = keys + block * word((job, jobs.KEY_BLOCK_BYTES)) + offset * stored_bytes
-            value = values + block * word((job, jobs.VALUE_BLOCK_BYTES)) + offset * stored_bytes
-            for n in range(run):
-                poke((places, index + n, key + n * stored_bytes))
-                poke((places, TILE + index + n, value + n * stored_bytes))
-            index += run
-        while index < TILE and index % 16:
-            poke((places, index, scratch + zeros_at))
-            poke((places, TILE + index, scratch + zeros_at))
-            index += 1
-        return count
+    @inlined
+    def take_in(job: int, scratch: int, task: int) -> None:
+        token, head = word((task, jobs.TOKEN)), word((task, jobs.HEAD)) * group
+        for row in range(word((task, jobs.COUNT)) * group):
+            address = (token + row // group) * word((job, jobs.QUERY_TOKEN_BYTES))
+            address += (head + row % group) * word((job, jobs.QUERY_HEAD_BYTES))
+            pack_query((scratch, row, word((job, jobs.QUERIES)) + address))
 
-    @njit  # type: ignore[misc]
+    @inlined
+    def put_out(job: int, state: int, task: int) -> None:
+        heads, token = word((job, jobs.NUM_HEADS)), word((task, jobs.TOKEN))
+        for row in range(word((task, jobs.COUNT)) * group):
+            head = word((task, jobs.HEAD)) * group + row % group
+            finish((state, row, word((job, jobs.OUT)) + ((token + row // group) * heads + head) * row_bytes))
+
+    @inlined
+    def join_parts(job: int, task: int) -> None:
+        """What the last of several tasks does that share their queries."""
+        rows, total = word((task, jobs.COUNT)) * group, word((job, jobs.PARTS)) + word((task, jobs.FIRST_PART)) * state_bytes
+        for part in range(1, word((task, jobs.NUM_PARTS))):
+            join((total, total + part * rows * state_bytes, rows))
+        put_out(job, total, task)
+        poke((word((job, jobs.COUNTERS)), word((task, jobs.COUNTER)), 0))
+
+    def attend(job: int) -> None:
+        scratch = word((job, jobs.SCRATCH)) + take((job, jobs.THREADS)) * scratch_bytes
+        num_tasks, tasks = word((job, jobs.NUM_TASKS)), word((job, jobs.TASKS))
+        number = take((job, jobs.NEXT))
+        while number < num_tasks:
+            following = take((job, jobs.NEXT))  # already now, so that its first keys can be fetched
+            task = tasks + 8 * jobs.TASK_WORDS * number
+            next_task = tasks + 8 * jobs.TASK_WORDS * following if following < num_tasks else 0
+            take_in(job, scratch, task)
+            all_tiles(job, scratch, task, next_task)
+            if word((task, jobs.NUM_PARTS)) == 1:
+                put_out(job, scratch + total_at, task)
+            elif take((word((job, jobs.COUNTERS)), word((task, jobs.COUNTER)))) == word((task, jobs.NUM_PARTS)) - 1:
+                join_parts(job, task)
+            number = following
+
+    return attend
+
+
+def _all_tiles(shape: KernelShape, tiles: Tiles, locate: Locate, one_tile: OneTile) -> AllTiles:
+    word = instructions.word(shape.cpu)
+    clear, join = step(shape.cpu, tiles.clear), step(shape.cpu, tiles.join)
+    group, state_bytes = shape.group, shape.state_bytes
+    total_at, part_at, places_at, next_places_at = tiles.scratch.total, tiles.scratch.part, *tiles.scratch.places
+
+    @inlined
     def first_tile(job: int, task: int) -> int:
-        sees_from = max(0, word((task, jobs.POSITION)) + 1 - word((job, jobs.WINDOW)))
-        return max(sees_from // TILE, word((task, jobs.FROM)) * _TILES)
+        first_seen = max(0, word((task, jobs.POSITION)) + 1 - word((job, jobs.WINDOW)))
+        return max(first_seen // TILE, word((task, jobs.FROM)) * _TILES)
 
-    @njit  # type: ignore[misc]
-    def last_tile(task: int) -> int:
-        return min((word((task, jobs.POSITION)) + word((task, jobs.COUNT)) + TILE - 1) // TILE, word((task, jobs.TO)) * _TILES)
-
-    @njit  # type: ignore[misc]
-    def one_tile(job: int, scratch: int, state: int, task: int, tile: int, places: int, following: int, count: int) -> None:
-        rows = word((task, jobs.COUNT)) * group
-        slopes = word((job, jobs.SLOPES)) + 4 * group * word((task, jobs.HEAD))
-        pack_keys((scratch, places, following, count))
-        row = 0
-        while row < rows:
-            now = min(_AT_ONCE, rows - row)
-            scores((scratch, row, now))
-            row += now
-        high = word((task, jobs.POSITION)) + 1 - tile * TILE
-        for row in range(rows):
-            if word((job, jobs.CAP)):
-                cap((scratch, job, row))
-            seen = high + row // group
-            soften((scratch, state, job, row, slopes + 4 * (row % group), max(0, seen - word((job, jobs.WINDOW))), seen))
-        pack_values((scratch, places + 8 * TILE, following + 8 * TILE, count))
-        row = 0
-        while row < rows:
-            now = min(_AT_ONCE, rows - row)
-            weigh((scratch, state, row, now, count))
-            row += now
-
-    @njit  # type: ignore[misc]
+    @inlined
     def all_tiles(job: int, scratch: int, task: int, next_task: int) -> None:
-        """Work off a task's tiles; states end up in the task's part, or joined in the thread's `total`."""
-        rows = word((task, jobs.COUNT)) * group
-        shared = word((task, jobs.NUM_PARTS)) > 1
-        tile, last = first_tile(job, task), last_tile(task)
-        places, following = scratch + places_at, scratch + places_at + 2 * 8 * TILE
+        """Work off a task. States end up in the task's place among the parts, or joined in the thread's `total`."""
+        rows, behind = word((task, jobs.COUNT)) * group, word((task, jobs.POSITION)) + word((task, jobs.COUNT))
+        tile, last = first_tile(job, task), min((behind + TILE - 1) // TILE, word((task, jobs.TO)) * _TILES)
+        places, following = scratch + places_at, scratch + next_places_at
         count = locate(job, scratch, task, tile, places)
         for segment in range(word((task, jobs.FROM)), word((task, jobs.TO))):
             state = scratch + (total_at if segment == word((task, jobs.FROM)) else part_at)
-            if shared:
-                state = word((job, jobs.PARTS)) + (word((task, jobs.PART))) * state_bytes
+            if word((task, jobs.NUM_PARTS)) > 1:
+                state = word((job, jobs.PARTS)) + word((task, jobs.PART)) * state_bytes
             clear((state, rows))
             while tile < min(last, (segment + 1) * _TILES):
                 next_count = 0
@@ -129,113 +118,80 @@ def _attend(shape: KernelShape) -> Callable[[int], None]:
                     next_count = locate(job, scratch, task, tile + 1, following)
                 elif next_task:
                     next_count = locate(job, scratch, next_task, first_tile(job, next_task), following)
-                one_tile(job, scratch, state, task, tile, places, following, count)
-                places, following = following, places
-                count = next_count
+                one_tile(job, scratch, state, task, tile, places, count, following, next_count)
+                places, following, count = following, places, next_count
                 tile += 1
             if state == scratch + part_at:
                 join((scratch + total_at, state, rows))
 
-    @njit  # type: ignore[misc]
-    def put_out(job: int, state: int, task: int) -> None:
-        heads, token = word((job, jobs.NUM_HEADS)), word((task, jobs.TOKEN))
+    return all_tiles
+
+
+def _one_tile(shape: KernelShape, tiles: Tiles) -> OneTile:
+    word, group = instructions.word(shape.cpu), shape.group
+    pack_keys, pack_values, ask = (step(shape.cpu, emit) for emit in (tiles.pack_keys, tiles.pack_values, tiles.ask))
+    scores, cap, soften, weigh = (step(shape.cpu, emit) for emit in (tiles.scores, tiles.cap, tiles.soften, tiles.weigh))
+
+    @inlined
+    def soften_rows(job: int, scratch: int, state: int, task: int, tile: int) -> None:
+        slopes = word((job, jobs.SLOPES)) + 4 * group * word((task, jobs.HEAD))
+        behind_first = word((task, jobs.POSITION)) + 1 - tile * TILE
         for row in range(word((task, jobs.COUNT)) * group):
-            head = word((task, jobs.HEAD)) * group + row % group
-            finish((state, row, word((job, jobs.OUT)) + ((token + row // group) * heads + head) * row_bytes))
+            if word((job, jobs.CAP)):
+                cap((scratch, job, row))
+            behind = behind_first + row // group
+            first = max(0, behind - word((job, jobs.WINDOW)))
+            soften((scratch, state, job, row, slopes + 4 * (row % group), first, behind))
 
-    @njit  # type: ignore[misc]
-    def one_task(job: int, scratch: int, task: int, next_task: int) -> None:
-        token, count, head = word((task, jobs.TOKEN)), word((task, jobs.COUNT)), word((task, jobs.HEAD)) * group
-        for row in range(count * group):
-            address = (token + row // group) * word((job, jobs.QUERY_TOKEN_BYTES))
-            address += (head + row % group) * word((job, jobs.QUERY_HEAD_BYTES))
-            pack_query((scratch, row, word((job, jobs.QUERIES)) + address))
-        all_tiles(job, scratch, task, next_task)
-        num_parts = word((task, jobs.NUM_PARTS))
-        if num_parts == 1:
-            put_out(job, scratch + total_at, task)
-        elif take((word((job, jobs.COUNTERS)), word((task, jobs.COUNTER)))) == num_parts - 1:
-            total = word((job, jobs.PARTS)) + word((task, jobs.FIRST_PART)) * state_bytes
-            for n in range(1, num_parts):
-                join((total, total + n * count * group * state_bytes, count * group))
-            put_out(job, total, task)
-            poke((word((job, jobs.COUNTERS)), word((task, jobs.COUNTER)), 0))
+    @inlined
+    def one_tile(
+        job: int, scratch: int, state: int, task: int, tile: int, places: int, count: int, following: int, next_count: int
+    ) -> None:
+        """Take one tile into the states. The next one is fetched piece by piece, which keeps the memory busy all along."""
+        rows = word((task, jobs.COUNT)) * group
+        ask((following, 0, min(_ASKED, next_count)))
+        pack_keys((scratch, places, count))
+        ask((following, _ASKED, min(_ASKED, next_count - _ASKED)))
+        for row in range(0, rows, _TOGETHER):
+            scores((scratch, row, min(_TOGETHER, rows - row)))
+        ask((following, 2 * _ASKED, min(_ASKED, next_count - 2 * _ASKED)))
+        soften_rows(job, scratch, state, task, tile)
+        ask((following, 3 * _ASKED, next_count - 3 * _ASKED))
+        pack_values((scratch, places, count))
+        for row in range(0, rows, _TOGETHER):
+            weigh((scratch, state, row, min(_TOGETHER, rows - row), count))
 
-    def attend(job: int) -> None:
-        scratch = word((job, jobs.SCRATCH)) + take((job, jobs.THREADS)) * scratch_bytes
-        num_tasks, tasks = word((job, jobs.NUM_TASKS)), word((job, jobs.TASKS))
-        task = take((job, jobs.NEXT))
-        while task < num_tasks:
-            following = take((job, jobs.NEXT))
-            after = tasks + 8 * jobs.TASK_WORDS * following if following < num_tasks else 0
-            one_task(job, scratch, tasks + 8 * jobs.TASK_WORDS * task, after)
-            task = following
-
-    return attend
+    return one_tile
 
 
-def _write(shape: KernelShape) -> Callable[[int], None]:
-    word, take = _instruction(shape, _word), _instruction(shape, _take)
-    copy = _instruction(shape, lambda v, target, source: _copy(v, target, source, shape.row_bytes))
-    row_bytes = shape.row_bytes
+def _locate(shape: KernelShape, tiles: Tiles, stored_bytes: int) -> Locate:
+    word, poke = instructions.word(shape.cpu), instructions.poke(shape.cpu)
+    zeros_at, lanes, key_bytes, value_bytes = tiles.scratch.zeros, shape.cpu.lanes, stored_bytes, stored_bytes
 
-    @njit  # type: ignore[misc]
-    def store(job: int, side: int, token: int, block: int, offset: int) -> None:
-        source = word((job, side + jobs.SOURCE)) + token * word((job, side + jobs.SOURCE_TOKEN_BYTES))
-        target = word((job, side + jobs.TARGET)) + block * word((job, side + jobs.TARGET_BLOCK_BYTES)) + offset * row_bytes
-        for head in range(word((job, jobs.WRITTEN_HEADS))):
-            place = target + head * word((job, side + jobs.TARGET_HEAD_BYTES))
-            copy((place, source + head * word((job, side + jobs.SOURCE_HEAD_BYTES))))
+    @inlined
+    def locate(job: int, scratch: int, task: int, tile: int, places: int) -> int:
+        """Put the addresses of a tile's keys and values into `places`; how many of them the task's queries see."""
+        head = word((job, jobs.HEADS)) + 8 * jobs.HEAD_WORDS * word((task, jobs.HEAD))
+        table, block_size, first = (
+            word((job, jobs.TABLES)) + 8 * word((task, jobs.TABLE)),
+            word((job, jobs.BLOCK_SIZE)),
+            tile * TILE,
+        )
+        count = min(TILE, word((task, jobs.POSITION)) + word((task, jobs.COUNT)) - first)
+        index = 0
+        while index < count:
+            number = (first + index) // block_size
+            offset, block = first + index - number * block_size, word((table, number))
+            key = word((head, jobs.KEY_SIDE + jobs.ADDRESS)) + block * word((head, jobs.KEY_SIDE + jobs.BLOCK_BYTES))
+            value = word((head, jobs.VALUE_SIDE + jobs.ADDRESS)) + block * word((head, jobs.VALUE_SIDE + jobs.BLOCK_BYTES))
+            for n in range(offset, offset + min(block_size - offset, count - index)):
+                poke((places, index, key + n * key_bytes))
+                poke((places, TILE + index, value + n * value_bytes))
+                index += 1
+        while index % lanes:  # whole vectors are read: zeros, not what lies in unused slots
+            poke((places, index, scratch + zeros_at))
+            poke((places, TILE + index, scratch + zeros_at))
+            index += 1
+        return count
 
-    def write(job: int) -> None:
-        tokens = word((job, jobs.WRITTEN_TOKENS))
-        first = take((job, jobs.NEXT)) * _WRITTEN_AT_ONCE
-        while first < tokens:
-            for token in range(first, min(tokens, first + _WRITTEN_AT_ONCE)):
-                block, offset = word((word((job, jobs.BLOCKS)), token)), word((word((job, jobs.OFFSETS)), token))
-                store(job, jobs.KEY_SIDE, token, block, offset)
-                store(job, jobs.VALUE_SIDE, token, block, offset)
-            first = take((job, jobs.NEXT)) * _WRITTEN_AT_ONCE
-
-    return write
-
-
-def _instruction(shape: KernelShape, emit: Emit) -> Any:
-    """A function for Numba code: called with one tuple of integers, it becomes what `emit` writes."""
-
-    def typed(_: Any, arguments: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            items = [
-                context.cast(builder, builder.extract_value(values[0], n), kind, types.int64)
-                for n, kind in enumerate(signature.args[0].types)
-            ]
-            result = emit(Vectors(builder, shape.cpu), *items)
-            return context.get_dummy_value() if result is None else result
-
-        returns = types.int64 if emit in (_word, _take) else types.void
-        return returns(arguments), generate
-
-    return intrinsic(typed)
-
-
-def _word(v: Vectors, address: Any, index: Any) -> Any:
-    return v.load(I64, v.at(address, v.builder.mul(index, I64(8))))
-
-
-def _poke(v: Vectors, address: Any, index: Any, value: Any) -> None:
-    v.store(value, v.at(address, v.builder.mul(index, I64(8))))
-
-
-def _take(v: Vectors, address: Any, index: Any) -> Any:
-    """Count a word up, one thread after another; what it was."""
-    place = v.builder.inttoptr(v.at(address, v.builder.mul(index, I64(8))), I64.as_pointer())
-    return v.builder.atomic_rmw("add", place, I64(1), "acq_rel")
-
-
-def _copy(v: Vectors, target: Any, source: Any, num_bytes: int) -> None:
-    """Copy a row, in pieces as wide as a vector."""
-    done = 0
-    while done < num_bytes:
-        width = min(4 * v.lanes, num_bytes - done)
-        v.store(v.load(ir.VectorType(I8, width), source, done), target, done)
-        done += width
+    return locate

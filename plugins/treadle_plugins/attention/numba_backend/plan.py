@@ -33,7 +33,7 @@ class _Pieces(NamedTuple):
     """Pieces of query tokens that share tiles, over all sequences."""
 
     token: Ints
-    count: Ints
+    length: Ints
     table: Ints
     position: Ints
 
@@ -41,10 +41,10 @@ class _Pieces(NamedTuple):
 def make(batch: PackedBatch, shape: KernelShape, num_kv_heads: int, window: int | None, num_threads: int) -> Plan:
     """Cut a step into tasks: by sequence, query tokens and KV head, and long contexts by segments as well."""
     pieces = _cut_queries(batch, shape.tokens)
-    behind = pieces.position + pieces.count
+    behind = pieces.position + pieces.length
     first_seen = np.zeros_like(behind) if window is None else np.maximum(0, pieces.position + 1 - window)
     first, last = first_seen // SEGMENT, (behind + SEGMENT - 1) // SEGMENT
-    cost = (behind - first_seen) * (pieces.count * shape.group + _PACKING)
+    cost = (behind - first_seen) * (pieces.length * shape.group + _PACKING)
     total = int(cost.sum()) * num_kv_heads
     is_cut = (last - first > 1) & (cost * num_threads * _PIECES > total) if num_threads > 1 else np.zeros(len(cost), bool)
     parts = np.where(is_cut, last - first, 1)
@@ -52,12 +52,12 @@ def make(batch: PackedBatch, shape: KernelShape, num_kv_heads: int, window: int 
     owner = np.repeat(np.arange(len(cost)), num_kv_heads * parts)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(num_kv_heads * parts) - num_kv_heads * parts, num_kv_heads * parts)
     head, part = within // parts[owner], within % parts[owner]
-    rows = pieces.count[owner] * shape.group
+    rows = pieces.length[owner] * shape.group
     state = np.cumsum(np.where(is_cut[owner], rows, 0))
     tasks = np.zeros((len(owner), jobs.TASK_WORDS), np.int64)
     columns = {
         jobs.TOKEN: pieces.token[owner],
-        jobs.COUNT: pieces.count[owner],
+        jobs.COUNT: pieces.length[owner],
         jobs.HEAD: head,
         jobs.TABLE: pieces.table[owner],
         jobs.POSITION: pieces.position[owner],

@@ -1,8 +1,8 @@
 """What a set of kernels is compiled for, and how their working memory is laid out.
 
-The context is cut at fixed positions: into tiles of TILE tokens, and segments of SEGMENT tokens. A query's result is computed tile
-by tile within a segment, and the segments' results are joined in order. None of it depends on the batch, on how the queries are cut
-into chunks or on the block size, so neither does a single bit of the result.
+The context is cut at fixed positions: into tiles of TILE tokens, and segments of SEGMENT tokens. A query's result is computed
+tile by tile within a segment, and the segments' results are joined in order. None of it depends on the batch, on how the queries
+are cut into chunks, on threads or on the block size, so neither does a single bit of the result.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Scratch:
         self.values = self._take(4 * shape.steps * shape.head_dim)  # [steps, head_dim]
         self.total = self._take(shape.rows * shape.state_bytes)  # states, all segments joined
         self.part = self._take(shape.rows * shape.state_bytes)  # states of one segment
-        self.places = self._take(2 * 2 * TILE * 8)  # addresses of keys, then values, of this tile and of the next one
+        self.places = tuple(self._take(2 * 8 * TILE) for _ in range(2))  # of this tile and the next: addresses [side, TILE]
         self.zeros = self._take(4 * shape.head_dim)  # a row of zeros
         self.num_bytes = self._take(0) + 2 * _ALIGNMENT  # a line between two threads
 

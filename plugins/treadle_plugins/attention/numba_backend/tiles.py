@@ -1,7 +1,7 @@
 """The inner parts of attention, each written once in vector instructions for one KernelShape.
 
-A packed tile of keys is [depth, TILE], of values [steps, head_dim]: what is multiplied with one row element lies side by side, so both
-products are the same small matrix kernel, which keeps its sums in registers.
+A packed tile of keys is [depth, TILE], of values [steps, head_dim]: what is multiplied with one row element lies side by side, so
+both products are the same small matrix kernel, which keeps its sums in registers.
 """
 
 from __future__ import annotations
@@ -60,8 +60,23 @@ class Tiles:
 
         v.loop(rows, [], one)
 
-    def pack_keys(self, v: Vectors, scratch: Value, places: Value, following: Value, count: Value) -> None:
-        """Transpose the keys at the addresses in `places`; ask for those in `following`."""
+    def ask(self, v: Vectors, places: Value, first: Value, count: Value) -> None:
+        """Fetch keys and values `first` to `first + count` of a tile at the addresses in `places`; none if `count` is below 1."""
+        b = v.builder
+
+        def one(index: Value, _: list[Value]) -> list[Value]:
+            place = v.at(places, b.mul(b.add(first, index), I64(8)))
+            for offset, form in ((0, self._keys), (8 * TILE, self._values)):
+                address = v.load(I64, place, offset)
+                for line in range(0, form.row_bytes, _LINE):
+                    v.prefetch(address, line)
+            return []
+
+        with b.if_then(b.icmp_signed(">", count, I64(0))):
+            v.loop(count, [], one)
+
+    def pack_keys(self, v: Vectors, scratch: Value, places: Value, count: Value) -> None:
+        """Transpose the keys at the addresses in `places`."""
         shape, b = self.shape, v.builder
         groups = b.lshr(v.at(count, v.lanes - 1), I64(v.lanes.bit_length() - 1))
 
@@ -69,8 +84,6 @@ class Tiles:
             first = b.mul(group, I64(8 * v.lanes))
             addresses = [v.load(I64, v.at(places, first), 8 * row) for row in range(v.lanes)]
             target = v.at(v.at(scratch, self.scratch.keys), b.mul(group, I64(4 * v.lanes)))
-            for row in range(v.lanes):
-                self._ask(v, v.load(I64, v.at(following, first), 8 * row), self._keys)
             for lane in range(0, shape.depth, v.lanes):
                 width = min(v.lanes, shape.depth - lane)
                 columns = v.transpose([self._keys.key_lanes(v, address, lane, width) for address in addresses])
@@ -80,17 +93,15 @@ class Tiles:
 
         v.loop(groups, [], one)
 
-    def pack_values(self, v: Vectors, scratch: Value, places: Value, following: Value, count: Value) -> None:
-        """Lay the values at the addresses in `places` side by side; ask for those in `following`."""
+    def pack_values(self, v: Vectors, scratch: Value, places: Value, count: Value) -> None:
+        """Lay the values at the addresses in `places` side by side."""
         shape, b = self.shape, v.builder
         tokens = 2 if shape.pairs else 1
         width = tokens * v.lanes
 
         def one(step: Value, _: list[Value]) -> list[Value]:
             first = b.mul(step, I64(8 * tokens))
-            addresses = [v.load(I64, v.at(places, first), 8 * token) for token in range(tokens)]
-            for token in range(tokens):
-                self._ask(v, v.load(I64, v.at(following, first), 8 * token), self._values)
+            addresses = [v.load(I64, v.at(places, first), 8 * (TILE + token)) for token in range(tokens)]
             target = v.at(v.at(scratch, self.scratch.values), b.mul(step, I64(4 * shape.head_dim)))
             for element in range(0, shape.head_dim, width):
                 wanted = min(width, shape.head_dim - element)
@@ -139,30 +150,29 @@ class Tiles:
             bent = b.fmul(b.fdiv(b.fsub(one, power), b.fadd(one, power)), outer)
             v.store(b.select(negative, b.fsub(zero, bent), bent), place, 4 * start)
 
-    def soften(self, v: Vectors, scratch: Value, state: Value, job: Value, row: Value, query: Value, ends: list[Value]) -> None:
-        """Scores of a row to probabilities, relative to the largest so far. `query`: address of the head's slope.
+    def soften(self, v: Vectors, scratch: Value, state: Value, job: Value, row: Value, slopes: Value, *seen: Value) -> None:
+        """Scores of a row to probabilities, relative to the largest so far. `slopes`: address of the head's slope.
 
-        `ends`: the columns from `low` up to `high` are seen, and the query itself stands at column `high` - 1.
+        `seen`: the columns from the first of two up to the second are seen, and the query itself stands right before it.
         """
         b, shape = v.builder, self.shape
-        low, high = ends
         place = v.at(v.at(scratch, self.scratch.scores), b.mul(row, I64(4 * TILE)))
         own = v.at(state, b.mul(row, I64(shape.state_bytes)))
-        scale, slope = v.splat(v.load(F32, job, 8 * jobs.SCALE)), v.splat(v.load(F32, query))
-        low, high = v.splat(b.trunc(low, I32)), v.splat(b.trunc(high, I32))
-        exponents, seen = [], []
+        scale, slope = v.splat(v.load(F32, job, 8 * jobs.SCALE)), v.splat(v.load(F32, slopes))
+        low, high = (v.splat(b.trunc(column, I32)) for column in seen)
+        exponents, masks = [], []
         for start in self._starts:
             columns = v.int_constant(range(start, start + v.lanes))
             distance = b.sitofp(b.sub(b.add(columns, v.int_constant([1] * v.lanes)), high), v.floats)
             exponent = v.fma(v.load(v.floats, place, 4 * start), scale, b.fmul(slope, distance))
-            seen.append(b.and_(b.icmp_signed(">=", columns, low), b.icmp_signed("<", columns, high)))
-            exponents.append(b.select(seen[-1], exponent, v.constant(LOWEST)))
+            masks.append(b.and_(b.icmp_signed(">=", columns, low), b.icmp_signed("<", columns, high)))
+            exponents.append(b.select(masks[-1], exponent, v.constant(LOWEST)))
         before = v.splat(v.load(F32, own))
         highest = v.splat(v.reduce(_tree(exponents, v.maximum), v.maximum))
         highest = v.maximum(before, highest)
         factor = v.exp2(b.fsub(before, highest))
         sums = []
-        for start, exponent, mask in zip(self._starts, exponents, seen, strict=True):
+        for start, exponent, mask in zip(self._starts, exponents, masks, strict=True):
             probability = b.select(mask, v.exp2(b.fsub(exponent, highest)), v.constant(0.0))
             sums.append(self._store_probability(v, probability, place, start))
         total = v.fma(v.load(v.floats, own, shape.sums_at), factor, _tree(sums, b.fadd))
@@ -253,10 +263,6 @@ class Tiles:
 
     def _num_steps(self, v: Vectors, count: Value) -> Value:
         return v.builder.lshr(v.at(count, 1), I64(1)) if self.shape.pairs else count
-
-    def _ask(self, v: Vectors, address: Value, form: Reader) -> None:
-        for offset in range(0, form.row_bytes, _LINE):
-            v.prefetch(address, offset)
 
 
 def _cut(v: Vectors, vector: Value, count: int) -> Value:

@@ -138,7 +138,7 @@ class Vectors:
         if len(rows) == 1:
             return rows
         if len(rows) == 2:
-            return [self._parts(*rows, (0, 2)), self._parts(*rows, (1, 3))]
+            return [self._parts(rows[0], rows[1], parts) for parts in ((0, 2), (1, 3))]
         a, b, c, d = rows
         low = self._parts(a, b, (0, 1, 4, 5)), self._parts(c, d, (0, 1, 4, 5))
         high = self._parts(a, b, (2, 3, 6, 7)), self._parts(c, d, (2, 3, 6, 7))

@@ -118,8 +118,11 @@ def check_forward(forward: PackedForward, survey: Survey, other: Survey, dtype: 
     name = forward.describe().get("forward", type(forward).__name__)
     if sorted(other.attended) != sorted(survey.attended):
         raise ModelError(f"forward pass {name!r} attends in layers {sorted(other.attended)}, the model in {len(survey.attended)}")
-    pairs = [(f"{part} of layer {layer}", getattr(other.attended[layer], part), tensor)
-             for layer, own in survey.attended.items() for part, tensor in own._asdict().items()]
+    pairs = [
+        (f"{part} of layer {layer}", getattr(other.attended[layer], part), tensor)
+        for layer, own in survey.attended.items()
+        for part, tensor in own._asdict().items()
+    ]
     for what, got, expected in [*pairs, ("logits", other.logits, survey.logits)]:
         if got.shape != expected.shape or not _difference(got.float(), expected.float()) <= most:
             raise ModelError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -141,12 +140,10 @@ class TorchExecutor:
     def memory(self) -> dict[str, int]:
         """Bytes of the weights, buffers included, of the pool's K and V and of swap space."""
         parts = {"weights": 0, "kv_pool": 0, "swap_space": 0}
-        if self._network is not None:
-            tensors = [*self._network.parameters(), *self._network.buffers()]
-            # tied weights are stored once
-            parts["weights"] = sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
-        if self._context.backend is not None:
-            parts["kv_pool"] = sum(t.numel() * t.element_size() for t in self._context.backend.tensors())
+        if self._pass is not None:
+            parts["weights"] = self._pass.weight_bytes()
+        if self._backend is not None:
+            parts["kv_pool"] = sum(t.numel() * t.element_size() for t in self._backend.tensors())
         if self._swap is not None:
             parts["swap_space"] = self._swap.num_bytes
         return parts

@@ -83,7 +83,7 @@ def bind(model: nn.Module, context: ForwardContext) -> None:
         setattr(module, _CONTEXT, context)
 
 
-def _attention(  # noqa: PLR0917  # transformers passes the first five by position
+def _attention(  # transformers passes the first five by position
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,

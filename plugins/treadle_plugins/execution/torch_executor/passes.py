@@ -24,9 +24,7 @@ class PoolAttention:
         self._backend, self._batch, self._hows = backend, batch, hows
         self.num_calls = 0
 
-    def __call__(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Store the keys and values, then attend."""
         self.num_calls += 1
         self._backend.write(layer, keys, values, self._batch)
@@ -47,9 +45,7 @@ class SurveyAttention:
     def __init__(self) -> None:
         self.seen: dict[int, Attended] = {}
 
-    def __call__(
-        self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Each token's own value, for each of its heads."""
         if layer in self.seen:
             raise ModelError(f"layer {layer} attends twice in one pass: not supported")
@@ -78,9 +74,7 @@ class PlainForward:
         if families.needs_positions(model) and not self._passes_positions:
             raise ModelError(f"{type(model).__name__} cannot be told the tokens' positions: packed tokens need them")
 
-    def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Logits [rows, vocabulary]."""
         arguments: dict[str, object] = {"input_ids": token_ids[None], "use_cache": False, "return_dict": True}
         if self._passes_positions:
@@ -94,3 +88,8 @@ class PlainForward:
     def describe(self) -> dict[str, str]:
         """Facts for `treadle explain`."""
         return {"forward": "transformers"}
+
+    def weight_bytes(self) -> int:
+        """Of parameters and buffers."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())  # tied weights are stored once

@@ -21,54 +21,65 @@ log = get_logger(__name__)
 
 # NaN must come out as NaN, so of fast-math only what may reorder and fuse
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
+_I32 = ir.IntType(32)
 
 
-@intrinsic  # type: ignore[untyped-decorator]  # numba is not typed
-def _as_bf16(typing_context: Any, address: Any) -> Any:  # noqa: ARG001  # numba's signature
-    """An address as a pointer to the bits of bfloat16."""
-    kind = types.CPointer(types.uint16)
-    return kind(types.int64), lambda context, b, sig, args: b.inttoptr(args[0], context.get_value_type(kind))
+_emitted: Any = intrinsic
+"""Numba calls these with types instead of values: nothing that a type checker could follow."""
+_inlined: Any = njit(fastmath=_FAST, inline="always")
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _as_f32(typing_context: Any, address: Any) -> Any:  # noqa: ARG001
-    """An address as a pointer to float32."""
-    kind = types.CPointer(types.float32)
-    return kind(types.int64), lambda context, b, sig, args: b.inttoptr(args[0], context.get_value_type(kind))
+def _pointer(kind: Any) -> Any:
+    """An intrinsic that makes an address a pointer to `kind`."""
+
+    def cast(_typing: Any, _address: Any) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), emit
+
+    return _emitted(cast)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _wide(typing_context: Any, value: Any) -> Any:  # noqa: ARG001
+_as_bf16 = _pointer(types.uint16)  # the bits of bfloat16
+_as_f32 = _pointer(types.float32)
+
+
+def _as_it_is(_context: Any, _builder: Any, _signature: Any, arguments: Any) -> Any:
+    return arguments[0]
+
+
+def _widened(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    bits = builder.shl(builder.zext(arguments[0], _I32), _I32(16))
+    return builder.bitcast(bits, ir.FloatType())
+
+
+def _rounded(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+    bits = builder.bitcast(arguments[0], _I32)
+    odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+    rounded = builder.add(bits, builder.add(odd, _I32(0x7FFF)))
+    is_nan = builder.fcmp_unordered("uno", arguments[0], arguments[0])
+    chosen = builder.select(is_nan, _I32(0x7FC00000), rounded)
+    return builder.trunc(builder.lshr(chosen, _I32(16)), ir.IntType(16))
+
+
+def _wide_type(_typing: Any, value: Any) -> Any:
     """The stored `value` (float32, or the bits of bfloat16) as float32."""
-    if value == types.float32:
-        return types.float32(value), lambda context, b, sig, args: args[0]
-
-    def widen(context: Any, b: Any, sig: Any, args: Any) -> Any:  # noqa: ARG001
-        bits = b.shl(b.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
-        return b.bitcast(bits, ir.FloatType())
-
-    return types.float32(types.uint16), widen
+    return types.float32(value), _as_it_is if value == types.float32 else _widened
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _narrow(typing_context: Any, value: Any, like: Any) -> Any:  # noqa: ARG001
-    """The float32 `value` as `like` is stored, rounded to the nearest even; NaN stays NaN."""
-    if like == types.float32:
-        return types.float32(types.float32, like), lambda context, b, sig, args: args[0]
-
-    def round_to_bf16(context: Any, b: Any, sig: Any, args: Any) -> Any:  # noqa: ARG001
-        i32 = ir.IntType(32)
-        bits = b.bitcast(args[0], i32)
-        odd = b.and_(b.lshr(bits, i32(16)), i32(1))
-        rounded = b.add(bits, b.add(odd, i32(0x7FFF)))
-        chosen = b.select(b.fcmp_unordered("uno", args[0], args[0]), i32(0x7FC00000), rounded)
-        return b.trunc(b.lshr(chosen, i32(16)), ir.IntType(16))
-
-    return types.uint16(types.float32, like), round_to_bf16
+_wide: Any = _emitted(_wide_type)
 
 
-@njit(fastmath=_FAST, inline="always")  # type: ignore[untyped-decorator]
-def _rms_norm(x: Any, weight: Any, out: Any, eps: Any) -> None:
+def _narrow_type(_typing: Any, _value: Any, like: Any) -> Any:
+    """The float32 `value` as `like` is stored: rounded to the nearest, ties to even; NaN stays NaN."""
+    return like(types.float32, like), _as_it_is if like == types.float32 else _rounded
+
+
+_narrow: Any = _emitted(_narrow_type)
+
+
+def _rms_norm_rows(x: Any, weight: Any, out: Any, eps: Any) -> None:
     tokens, size = x.shape
     for t in range(tokens):
         total = np.float32(0)
@@ -80,8 +91,10 @@ def _rms_norm(x: Any, weight: Any, out: Any, eps: Any) -> None:
             out[t, i] = _narrow(_wide(x[t, i]) * factor * weight[i], out[t, i])
 
 
-@njit(fastmath=_FAST, inline="always")  # type: ignore[untyped-decorator]
-def _layer_norm(x: Any, weight: Any, bias: Any, out: Any, eps: Any) -> None:
+_rms_norm: Any = _inlined(_rms_norm_rows)
+
+
+def _layer_norm_rows(x: Any, weight: Any, bias: Any, out: Any, eps: Any) -> None:
     tokens, size = x.shape
     for t in range(tokens):
         total = np.float32(0)
@@ -97,8 +110,10 @@ def _layer_norm(x: Any, weight: Any, bias: Any, out: Any, eps: Any) -> None:
             out[t, i] = _narrow((_wide(x[t, i]) - mean) * factor * weight[i] + bias[i], out[t, i])
 
 
-@njit(fastmath=_FAST, inline="always")  # type: ignore[untyped-decorator]
-def _rotate(x: Any, cos: Any, sin: Any, heads: Any) -> None:
+_layer_norm: Any = _inlined(_layer_norm_rows)
+
+
+def _rotate_rows(x: Any, cos: Any, sin: Any, heads: Any) -> None:
     tokens, half = cos.shape
     for t in range(tokens):
         for h in range(heads):
@@ -108,6 +123,9 @@ def _rotate(x: Any, cos: Any, sin: Any, heads: Any) -> None:
                 second = _wide(x[t, base + half + i])
                 x[t, base + i] = _narrow(first * cos[t, i] - second * sin[t, i], x[t, base + i])
                 x[t, base + half + i] = _narrow(second * cos[t, i] + first * sin[t, i], x[t, base + i])
+
+
+_rotate: Any = _inlined(_rotate_rows)
 
 
 def _rms_norm_bf16(x: Any, weight: Any, out: Any, tokens: Any, size: Any, eps: Any) -> None:
@@ -171,9 +189,7 @@ class CompiledKernels:
         tokens, size = x.shape
         self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), tokens, size, eps)
 
-    def layer_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, out: torch.Tensor
-    ) -> None:
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """See Kernels."""
         tokens, size = x.shape
         self._layer_norm(x.data_ptr(), weight.data_ptr(), bias.data_ptr(), out.data_ptr(), tokens, size, eps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -99,7 +98,9 @@ class GPTForward:
         layer_of = _gpt2_layer if self._kind == "GPT2LMHeadModel" else _bloom_layer
         self._layers = [layer_of(layer, kernels, report) for layer in core.h]
         self._norm = norm_of(core.ln_f, "", kernels, report)
-        self._positions: Callable[[torch.Tensor], torch.Tensor] | None = getattr(core, "wpe", None)
+        self._positions: nn.Module | None = getattr(core, "wpe", None)
+        if self._positions is not None:
+            report.keeps(self._positions)
         first = getattr(core, "word_embeddings_layernorm", None)
         self._first_norm = None if first is None else norm_of(first, "", kernels, report)
         words = core.wte if first is None else core.word_embeddings
@@ -110,9 +111,11 @@ class GPTForward:
         """Facts for `treadle explain`."""
         return self._report.facts(f"fused {self._kind} ({self._kernel_name} kernels)")
 
-    def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def weight_bytes(self) -> int:
+        """Of what was packed and what was not."""
+        return self._report.weight_bytes
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Logits [rows, vocabulary]."""
         x = self._embedded(token_ids, positions)
         buffer = torch.empty_like(x)
@@ -151,7 +154,7 @@ def _bloom_layer(layer: Any, kernels: Kernels, report: Report) -> _Layer:
 def _bloom_qkv(module: nn.Module, num_heads: int, report: Report) -> Linear:
     """BLOOM's weight, in which each head's query, key and value lie together, in the order of all others."""
     if not is_linear(module):
-        report.plain[f"q+k+v ({type(module).__name__}, called as it is)"] += 1
+        report.calls(module, "q+k+v")
         return CalledQKV(module, num_heads)
     weight, bias = weight_of(module), bias_of(module)
     order = torch.arange(len(weight)).view(num_heads, 3, -1).transpose(0, 1).flatten()

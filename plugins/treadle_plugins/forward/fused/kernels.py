@@ -21,9 +21,7 @@ class Kernels(Protocol):
         """`out` = `x` over the root of the mean of its squares, times `weight` [size] in float32."""
         ...
 
-    def layer_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, out: torch.Tensor
-    ) -> None:
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """`out` = `x` less its mean, over its deviation, times `weight`, plus `bias` [size], both in float32."""
         ...
 
@@ -44,9 +42,7 @@ class TorchKernels:
         """See Kernels."""
         out.copy_(functional.rms_norm(x.float(), (x.shape[1],), weight, eps))
 
-    def layer_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, out: torch.Tensor
-    ) -> None:
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """See Kernels."""
         out.copy_(functional.layer_norm(x.float(), (x.shape[1],), weight, bias, eps))
 

@@ -24,7 +24,7 @@ _LINEAR_WITH = torch.ops.mkldnn._linear_pointwise.binary
 
 def cannot_pack(dtype: torch.dtype) -> str | None:
     """Why oneDNN cannot multiply `dtype` here; None when it can."""
-    if not torch.backends.mkldnn.is_available():
+    if not torch._C._has_mkldnn:
         return "this torch was built without oneDNN"
     if dtype == torch.float32:
         return None
@@ -82,6 +82,7 @@ class PackedLinear:
         self._weight: torch.Tensor = _PACK(weight.contiguous(), None)
         self._bias = None if bias is None else bias.clone()
         self.nbytes: int = torch.ops.mkldnn._nbytes(self._weight)
+        """Of the packed weight."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -151,7 +152,7 @@ def is_linear(module: nn.Module) -> bool:
 def linear_of(module: nn.Module, name: str, report: Report) -> Linear:
     """`module` packed, its own weight given up; as it is when it is no ordinary linear layer."""
     if not is_linear(module):
-        report.plain[f"{name} ({type(module).__name__}, called as it is)"] += 1
+        report.calls(module, name)
         return CalledLinear(module)
     return _pack([module], name, report)
 
@@ -201,6 +202,7 @@ def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None, name: str, repo
     packed = PackedLinear(weight, bias)
     report.packed[name] += 1
     report.packed_bytes += packed.nbytes
+    report.kept_bytes += 0 if bias is None else bias.nbytes
     return packed
 
 
@@ -209,12 +211,9 @@ def _pack(modules: Sequence[nn.Module], name: str, report: Report) -> PackedLine
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     bias = None
     if any(part is not None for part in biases):
-        parts = [
-            part if part is not None else own.new_zeros(len(own)) for part, own in zip(biases, weights, strict=True)
-        ]
+        parts = [part if part is not None else own.new_zeros(len(own)) for part, own in zip(biases, weights, strict=True)]
         bias = torch.cat(parts)
     packed = pack_weight(weight, bias, name, report)
     for module in modules:
         give_up(module)
     return packed
-

@@ -100,9 +100,11 @@ class LlamaForward:
         """Facts for `treadle explain`."""
         return self._report.facts(f"fused {self._family} ({self._kernel_name} kernels)")
 
-    def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def weight_bytes(self) -> int:
+        """Of what was packed and what was not."""
+        return self._report.weight_bytes
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Logits [rows, vocabulary]."""
         x = self._embedding(token_ids)
         rotation = self._rotation(positions)

@@ -20,7 +20,8 @@ class PackedModule(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., out] for [..., in]."""
-        return self._packed(x.reshape(-1, x.shape[-1])).unflatten(0, x.shape[:-1])
+        out = self._packed(x.reshape(-1, x.shape[-1]))
+        return out.view(*x.shape[:-1], out.shape[1])
 
 
 class ReplacedForward:
@@ -33,9 +34,11 @@ class ReplacedForward:
         """Facts for `treadle explain`."""
         return self._report.facts(self._title)
 
-    def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
+    def weight_bytes(self) -> int:
+        """Of what was packed and what was not."""
+        return self._plain.weight_bytes() + self._report.packed_bytes
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Logits [rows, vocabulary]."""
         return self._plain(token_ids, positions, rows, attend)
 
@@ -43,7 +46,7 @@ class ReplacedForward:
 def replace(model: PreTrainedModel, report: Report) -> None:
     """Put a packed layer in the place of every linear layer of `model` that shares its weight with nobody."""
     shared = _shared_weights(model)
-    for path, parent in list(model.named_modules()):
+    for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if not is_linear(child):
                 continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -58,12 +58,14 @@ class CalledNorm:
         return normed
 
 
-def norm_of(module: nn.Module, kind: str, kernels: Kernels, report: Report) -> Norm:
+def norm_of(module: Any, kind: str, kernels: Kernels, report: Report) -> Norm:
     """`module` fused when it is a plain LayerNorm, or of the class `kind`, which is an RMS norm."""
     if is_plain(module):
         if type(module).__name__ == kind:
+            report.keeps(module)
             return RMSNorm(module, float(module.variance_epsilon), kernels)
-        if isinstance(module, nn.LayerNorm) and type(module).__name__ == "LayerNorm":
+        if type(module) is nn.LayerNorm:
+            report.keeps(module)
             return LayerNorm(module, kernels)
-    report.plain[f"norm ({type(module).__name__}, called as it is)"] += 1
+    report.calls(module, "norm")
     return CalledNorm(module)

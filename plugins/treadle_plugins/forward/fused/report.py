@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass
@@ -13,8 +17,24 @@ class Report:
     packed: Counter[str] = field(default_factory=Counter)
     """How many linear layers of each name were packed."""
     packed_bytes: int = 0
+    kept_bytes: int = 0
+    """Weights that stay as they were: norms, embeddings, modules that are called."""
     plain: Counter[str] = field(default_factory=Counter)
     """What stays as transformers has it, and why; how often."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """All of them."""
+        return self.packed_bytes + self.kept_bytes
+
+    def keeps(self, module: nn.Module) -> None:
+        """Put on record that `module` goes on to be called."""
+        self.kept_bytes += sum(parameter.nbytes for parameter in module.parameters())
+
+    def calls(self, module: nn.Module, name: str) -> None:
+        """Put on record that `module`, which could not be fused, is called as it is."""
+        self.plain[f"{name} ({type(module).__name__}, called as it is)"] += 1
+        self.keeps(module)
 
     def facts(self, title: str) -> dict[str, str]:
         """`forward`, `forward packed` and `forward plain`."""

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from treadle_plugins.forward.fused.linear import (
-    CalledLinear,
     Linear,
     PackedLinear,
     bias_of,
@@ -22,6 +21,7 @@ from treadle_plugins.forward.fused.linear import (
     is_plain,
     linear_of,
     pack_weight,
+    weight_of,
 )
 from treadle_plugins.forward.fused.report import Report
 
@@ -60,18 +60,17 @@ class PackedEmbedding:
 
 def vocabulary_of(embedding: nn.Module, head: nn.Module, report: Report) -> tuple[Embedding | PackedEmbedding, Linear]:
     """The embedding and the LM head, packed where they can be; their own weights are given up."""
-    if not is_linear(head):
-        report.plain[f"LM head ({type(head).__name__}, called as it is)"] += 1
-        return Embedding(embedding), CalledLinear(head)
-    weight = head.get_parameter("weight").detach()
-    tied = getattr(embedding, "weight", None) is head.get_parameter("weight")
-    if not tied or type(embedding) is not nn.Embedding or not is_plain(embedding):
+    tied = getattr(embedding, "weight", None) is getattr(head, "weight", head)
+    if not (tied and is_linear(head) and type(embedding) is nn.Embedding and is_plain(embedding)):
+        report.keeps(embedding)
         return Embedding(embedding), linear_of(head, "LM head", report)
+    weight = weight_of(head)
     packed = pack_weight(weight, bias_of(head), "LM head and embedding", report)
     shared = _shared(packed, weight)
     give_up(head)
     if shared is None:
         report.plain["embedding (oneDNN packed the LM head in an unknown order, so it keeps a copy of its own)"] += 1
+        report.keeps(embedding)
         return Embedding(embedding), packed
     give_up(embedding)
     return shared, packed
