@@ -93,6 +93,8 @@ class Engine:
     """Which of INSTALLS it needs; None for Treadle, which runs where the driver runs."""
     arguments: tuple[str, ...] = ()
     model: Path = field(default_factory=model_folder)
+    by_default: bool = True
+    """Whether it takes part when no peers are named."""
 
     @property
     def is_peer(self) -> bool:
@@ -138,6 +140,7 @@ def peers() -> list[Engine]:
     return [
         Engine("vllm", "serve_vllm.py", "vllm", ("--scratch", str(home() / "scratch"))),
         Engine("openvino", "serve_openvino.py", "openvino", model=openvino_folder()),
+        Engine("openvino-kv-bf16", "serve_openvino.py", "openvino", ("--kv", "bf16"), openvino_folder(), by_default=False),
         Engine("transformers-static", "serve_transformers.py", "transformers", ("--mode", "static")),
         Engine("transformers-continuous", "serve_transformers.py", "transformers", ("--mode", "continuous")),
     ]

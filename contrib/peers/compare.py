@@ -13,6 +13,7 @@ import argparse
 import fcntl
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -148,6 +149,16 @@ def _line(turn: figures.Record) -> str:
     )
 
 
+def commit() -> str:
+    """The commit of the checkout that this script lies in, and whether files differ from it."""
+    command = ["git", "-C", str(catalogue.HERE), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603  # our own command
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown: no checkout"
+    return done.stdout.strip()
+
+
 @contextmanager
 def locked(path: Path | None) -> Iterator[None]:
     """Hold a lock on a file, so that other jobs on the machine which take the same lock wait. None holds nothing."""
@@ -162,8 +173,10 @@ def locked(path: Path | None) -> Iterator[None]:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    peers = ",".join(engine.name for engine in catalogue.peers())
-    parser.add_argument("--peers", default=peers, help=f"some of {peers}, or none")
+    peers = catalogue.peers()
+    known = ", ".join(peer.name for peer in peers)
+    default = ",".join(peer.name for peer in peers if peer.by_default)
+    parser.add_argument("--peers", default=default, help=f"none, or some of {known}; {default} when it is not given")
     parser.add_argument(
         "--treadle", action="append", metavar="'NAME [SETTING=VALUE ...]'", help="a variant of Treadle; may be repeated"
     )
@@ -204,6 +217,7 @@ def run(given: argparse.Namespace) -> int:
         "begun",
         date=time.strftime("%Y-%m-%d %H:%M"),
         machine=machine.facts(),
+        commit=commit(),
         corpus=f"{corpus.source}, tokens {corpus.digest}",
         **{name: getattr(given, name) for name in ("rounds", "first_round", "threads", "pool_tokens", "share")},
     )

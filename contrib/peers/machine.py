@@ -107,9 +107,9 @@ def tree(pid: int) -> list[int]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time that the tree of process `pid` has taken so far."""
+    """User and system time that the tree of process `pid` has taken so far, with that of children that have ended."""
     fields = [_stat(member) for member in tree(pid)]
-    return sum((int(each[11]) + int(each[12])) / TICKS for each in fields if each)
+    return sum(sum(map(int, each[11:15])) / TICKS for each in fields if each)
 
 
 def peak_rss_since_start(pid: int) -> int:

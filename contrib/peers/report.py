@@ -49,7 +49,7 @@ def _conditions(records: Sequence[Record], turns: Turns) -> str:
         machine = record["machine"]
         share = "" if record["share"] == 1 else f", only {record['share']:.0%} of the requests of W1 and W2: not comparable"
         lines.append(
-            f"{record['date']}: {machine['processor']}, {machine['cpus']} CPUs, {machine['memory_gib']} GiB; "
+            f"{record['date']}, commit {record['commit']}: {machine['processor']}, {machine['cpus']} CPUs, {machine['memory_gib']} GiB; "
             f"{record['threads']} threads, {record['pool_tokens']} pool tokens, {record['rounds']} rounds{share}. "
             f"Prompts from {record['corpus']}."
         )
@@ -66,16 +66,12 @@ def _conditions(records: Sequence[Record], turns: Turns) -> str:
 
 def _engines(records: Sequence[Record]) -> str:
     loaded = {record["engine"]: record for record in records if record["kind"] == "loaded"}
-    rows = [
-        [
-            name,
-            ", ".join(f"{key} {value}" for key, value in record["facts"].items() if value),
-            f"{record['load_s']:.1f}",
-            f"{record['load_peak_rss_mb']:,.0f}",
-        ]
-        for name, record in loaded.items()
-    ]
-    return "**Engines**\n\n" + table(["engine", "facts", "load s", "peak RSS MB of loading"], rows)
+    lines = []
+    for name, record in loaded.items():
+        facts = ", ".join(f"{key} {value}" for key, value in record["facts"].items() if value)
+        loading = f"loaded in {record['load_s']:.1f} s, with {record['load_peak_rss_mb']:,.0f} MB at most"
+        lines.append(f"- {name}: {facts}; {loading}")
+    return "**Engines**\n\n" + "\n".join(lines)
 
 
 def _workload(turns: Turns, workload: str) -> str:

@@ -19,9 +19,9 @@ BLOCK_SIZE = 32
 
 
 class OpenVinoEngine:
-    """A pipeline with prefix caching; the KV precision is OpenVINO's own choice."""
+    """A pipeline with prefix caching. Unless `kv` names a precision of the KV cache, it is OpenVINO's own choice."""
 
-    def __init__(self, model: str, threads: int, pool_tokens: int) -> None:
+    def __init__(self, model: str, threads: int, pool_tokens: int, kv: str | None = None) -> None:
         scheduler = genai.SchedulerConfig()
         scheduler.num_kv_blocks = -(-pool_tokens // BLOCK_SIZE)
         scheduler.cache_size = 0
@@ -30,13 +30,15 @@ class OpenVinoEngine:
         scheduler.enable_prefix_caching = True
         scheduler.dynamic_split_fuse = True
         properties = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "bf16", "CACHE_DIR": ""}
+        if kv is not None:
+            properties["KV_CACHE_PRECISION"] = kv
         self._pipeline = genai.ContinuousBatchingPipeline(model, scheduler, "CPU", properties)
         self._number = 0
         self.facts: dict[str, Any] = {
             "openvino": openvino.__version__,
             "openvino-genai": genai.__version__,
             "weights": "float16 on disk, computed in bfloat16",
-            "kv": "OpenVINO's default, u8 on a CPU",
+            "kv": kv or "OpenVINO's default, u8 on a CPU",
             "pool_tokens": scheduler.num_kv_blocks * BLOCK_SIZE,
         }
 
@@ -75,5 +77,5 @@ def _read(handle: Any, answer: serving.Answer, now_s: float) -> bool:
 
 
 if __name__ == "__main__":
-    given = serving.arguments()
-    serving.run(lambda: OpenVinoEngine(given.model, given.threads, given.pool_tokens))
+    given = serving.arguments(kv={"default": None})
+    serving.run(lambda: OpenVinoEngine(given.model, given.threads, given.pool_tokens, given.kv))

@@ -52,6 +52,8 @@ class Open:
     """Up to `most` waiting requests may start in this step; None means any number, 0 none until something ends."""
 
     most: int | None = None
+    full: bool = False
+    """With `most=0`: whether it is a place that is lacking, so that a more urgent request may take one by preemption."""
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ class Planner:
             self._for_one(step, self._asked, lambda *_: self._decisions.nothing_granted())
             return
         for victim in reversed(list(self._books.running.values())):
-            if victim is not first:
+            if victim is not first and victim.phase is Phase.RUNNING:
                 self._books.preempt(step, victim)
             # tokens granted to those that could not go on are not lost to the first
             if not self._open_budget(step):
@@ -270,7 +270,7 @@ class Planner:
         if isinstance(gate, NotBefore):
             return None
         if gate.most == 0:
-            return 0
+            return 0 if gate.full else None
         short = self._pool.blocks_for(request.num_tokens) - self._pool.num_available
         return short if short > 0 else None
 

@@ -76,6 +76,7 @@ def test_the_report_names_goals_gaps_and_parts() -> None:
     begun = {
         "kind": "begun",
         "date": "today",
+        "commit": "abc",
         "machine": {"processor": "P", "cpus": 2, "memory_gib": 8},
         "threads": 2,
         "pool_tokens": 64,

@@ -92,7 +92,6 @@ class FakeExecutor:
     ) -> None:
         for source, target in copies:
             targets[target] = list(sources[source])
-            sources[source] = [None] * self._size
 
     def _write(self, work: Work) -> None:
         for place, token in enumerate(work.tokens):

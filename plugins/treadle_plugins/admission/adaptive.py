@@ -65,8 +65,9 @@ class Adaptive:
         if isinstance(answer, NotBefore):
             return answer
         places = max(0, self.batch_size - step.num_running)
-        most = answer.most if answer is not None else None
-        return Open(places if most is None else min(places, most))
+        if answer is not None and answer.most is not None and answer.most <= places:
+            return answer
+        return Open(places, full=places == 0)
 
     @hookimpl
     def step_finished(self, report: StepReport) -> None:

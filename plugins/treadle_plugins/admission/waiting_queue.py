@@ -23,6 +23,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._heap: list[Entry] = []
         self._entries: dict[str, Entry] = {}
+        self._num_readers = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -36,7 +37,8 @@ class WaitingQueue:
     def discard(self, request: Request) -> None:
         """Forget `request`. Its entry stays in the heap until it comes up."""
         self._entries.pop(request.id, None)
-        if len(self._heap) > 64 and len(self._heap) > 4 * len(self._entries):
+        # not while somebody reads: what was read already would come up again
+        if not self._num_readers and len(self._heap) > 64 and len(self._heap) > 4 * len(self._entries):
             self._heap = list(self._entries.values())
             heapq.heapify(self._heap)
 
@@ -49,6 +51,7 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         """First to last; requests may leave while it is read."""
         passed: list[Entry] = []
+        self._num_readers += 1
         try:
             while self._heap:
                 entry = heapq.heappop(self._heap)
@@ -56,6 +59,7 @@ class WaitingQueue:
                     passed.append(entry)
                     yield entry[2]
         finally:
+            self._num_readers -= 1
             for entry in passed:
                 if self._entries.get(entry[2].id) is entry:
                     heapq.heappush(self._heap, entry)

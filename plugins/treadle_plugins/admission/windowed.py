@@ -34,7 +34,7 @@ class Windowed:
         places = self._settings.max_batch_size - step.num_running
         oldest = step.oldest_waiting
         if places <= 0:
-            return Open(0)
+            return Open(0, full=True)
         if oldest is None:
             return Open(places)
         opens_s = oldest.arrival_s + 2 * self._window_s

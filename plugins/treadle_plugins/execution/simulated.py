@@ -102,8 +102,9 @@ class SimulatedExecutor:
             if work.sampling is None:
                 tokens.append(())
             else:
+                known = len(work.tokens) - work.num_drafted
                 seed = work.sampling.seed or 0
-                tokens.append(((work.tokens[-1] * 31 + work.start * 7919 + seed) % vocab_size,))
+                tokens.append(((work.tokens[known - 1] * 31 + (work.start + known) * 7919 + seed) % vocab_size,))
         micros = costs.prefill_us * num_prefill + costs.decode_us * num_decode + costs.context_us * num_read
         seconds = costs.step_ms / 1e3 + micros / 1e6 + self._copy_s(plan.swap_out) + self._copy_s(plan.swap_in)
         self.clock.wait(self.clock.now() + seconds)

@@ -30,7 +30,8 @@ class HashChain:
         size = step.pool.block_size
         keys = self._keys(request, size, (request.num_tokens - 1) // size)
         length = bisect_left(keys, True, key=lambda key: key not in self._block_of)
-        return [self._block_of[key] for key in keys[:length] if key in self._block_of]
+        # where hashes collide, the core stops at the first block that is not what it is taken for
+        return list(dict.fromkeys(self._block_of[key] for key in keys[:length] if key in self._block_of))
 
     @hookimpl
     def blocks_filled(self, step: Step, block_ids: Sequence[int]) -> None:
