@@ -105,9 +105,9 @@ STOP_TEXTS = ("END", "EN", " the", "e\u20ac", "aa", "a a", "\n\n", "\U0001f600",
 BYTE_TOKENS = st.lists(st.one_of(st.integers(0, 255), st.integers(256, 265), st.just(SPECIAL)), max_size=60)
 # U+FFFD is left out: spelled with bytes inside a run of others, it looks the same as the others' unfinished characters.
 CHARACTERS = st.text("ae E\u00e9\u20ac\U0001f600", max_size=4).map(lambda text: list(text.encode()))
-PIECE_TOKENS = st.lists(
-    st.one_of(st.integers(256, 267).map(lambda t: [t]), CHARACTERS, st.just([SPECIAL])), max_size=40
-).map(lambda groups: [token for group in groups for token in group])
+PIECE_TOKENS = st.lists(st.one_of(st.integers(256, 267).map(lambda t: [t]), CHARACTERS, st.just([SPECIAL])), max_size=40).map(
+    lambda groups: [token for group in groups for token in group]
+)
 STOPS = st.lists(st.sampled_from(STOP_TEXTS), max_size=3)
 CUTS = st.lists(st.integers(0, 80), max_size=8)
 
