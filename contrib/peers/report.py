@@ -49,7 +49,8 @@ def _conditions(records: Sequence[Record], turns: Turns) -> str:
         machine = record["machine"]
         share = "" if record["share"] == 1 else f", only {record['share']:.0%} of the requests of W1 and W2: not comparable"
         lines.append(
-            f"{record['date']}, commit {record['commit']}: {machine['processor']}, {machine['cpus']} CPUs, {machine['memory_gib']} GiB; "
+            f"{record['date']}, commit {record['commit']}: {machine['processor']}, {machine['cpus']} CPUs, "
+            f"{machine['memory_gib']} GiB; "
             f"{record['threads']} threads, {record['pool_tokens']} pool tokens, {record['rounds']} rounds{share}. "
             f"Prompts from {record['corpus']}."
         )

@@ -26,17 +26,18 @@ class Ledger:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
-        self._answers: dict[str, object] = {}
+        self._answers: dict[str, int] = {}
         self.failures: list[PluginError] = []
         """Errors that plugins raised when they were told something; all others were told nonetheless."""
 
     def record(self, hook: str, plugin: str, answer: object) -> None:
         self._names[hook] = plugin
-        self._answers[hook] = answer
+        # not the answer itself, which may be a model, and would never be given back
+        self._answers[hook] = id(answer)
 
     def has(self, hook: str, answer: object) -> bool:
         """Whether this is the answer that was recorded last."""
-        return self._answers.get(hook) is answer
+        return self._answers.get(hook) == id(answer)
 
     def note(self, plugin: str, hook: str, error: Exception) -> None:
         """A plugin raised when it was told something."""

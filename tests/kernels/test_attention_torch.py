@@ -1,4 +1,4 @@
-"""The reference backend against attention written out in float64, one query after another."""
+"""The backends against attention written out in float64, one query after another."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from treadle.contracts import KVFormat
 from treadle.errors import ConfigError
 from treadle.plan import Work
 from treadle_plugins.attention.batch import PackedBatch, ragged_arange
-from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec, LayerAttention, choose
+from treadle_plugins.attention.numba_backend.backend import NumbaAttention
+from treadle_plugins.attention.spec import AttentionBackendType, AttentionSpec, LayerAttention, choose
 from treadle_plugins.attention.torch_backend import TorchAttention
 from treadle_plugins.execution.torch_executor.packing import Limits, pack
 
+BACKENDS: list[AttentionBackendType] = [TorchAttention, NumbaAttention]
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 SPEC = AttentionSpec(
@@ -63,10 +65,12 @@ def by_hand(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, how: 
     return out
 
 
-def run(spec: AttentionSpec, how: LayerAttention) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    spec: AttentionSpec, how: LayerAttention, kind: AttentionBackendType = TorchAttention
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What the backend gives for all SHAPES in one step over a poisoned pool, and what is right."""
     torch.manual_seed(0)
-    backend: AttentionBackend = TorchAttention(spec)
+    backend = choose([kind], spec)
     backend.allocate(NUM_BLOCKS)
     backend.poison()
     tables = scattered_tables()
@@ -106,17 +110,22 @@ SLOPES = tuple(2.0**-n for n in range(6))
     ],
     ids=["plain", "scale", "window of 1", "window", "soft cap", "alibi", "all"],
 )
+@pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 5e-6), ("bfloat16", 2e-2), ("float16", 2e-3)])
-def test_against_float64(how: LayerAttention, dtype: str, tolerance: float) -> None:
-    got, exact = run(dataclasses.replace(SPEC, dtype=dtype), how)
+def test_against_float64(how: LayerAttention, dtype: str, tolerance: float, kind: AttentionBackendType) -> None:
+    got, exact = run(dataclasses.replace(SPEC, dtype=dtype), how, kind)
     assert got.dtype == getattr(torch, dtype)
     assert (got.double() - exact).abs().max() < tolerance
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(1, 1, 8), (4, 4, 80), (8, 1, 64), (9, 3, 64)])
-def test_head_shapes(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "kind"),
+    [(1, 1, 8, TorchAttention)]
+    + [(*shape, kind) for shape in ((1, 1, 16), (4, 4, 80), (8, 1, 64), (9, 3, 64)) for kind in BACKENDS],
+)
+def test_head_shapes(num_heads: int, num_kv_heads: int, head_dim: int, kind: AttentionBackendType) -> None:
     spec = dataclasses.replace(SPEC, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-    got, exact = run(spec, LayerAttention(head_dim**-0.5))
+    got, exact = run(spec, LayerAttention(head_dim**-0.5), kind)
     assert (got.double() - exact).abs().max() < 2e-6
 
 

@@ -32,9 +32,9 @@ class TorchSettings(StrategySettings):
     """Precision of weights and KV; `auto` is bfloat16 where the processor multiplies it natively, else float32."""
     num_threads: int | None = Field(None, ge=1)
     """Threads of torch on the CPU; unset leaves torch's own choice."""
-    forward: Literal["auto", "plain"] = "auto"
-    """`auto` packs the weights and fuses the pass on a CPU, as far as the architecture is known; `plain` leaves all to
-    transformers."""
+    forward: Literal["auto", "fused", "plain"] = "auto"
+    """`plain` leaves all to transformers. `fused` packs the weights and fuses the pass on a CPU, as far as the architecture is
+    known. `auto` is `fused` in reduced precision and `plain` in float32, where the fused pass rounds otherwise."""
     offline: bool = False
     """Fetch nothing: only what is on this machine is used."""
 
@@ -79,8 +79,9 @@ class TorchStrategy:
 
     @hookimpl(trylast=True)  # what comes with the executor stands behind every plugin's answer
     def forward(self, model: PreTrainedModel, plain: PackedForward) -> PackedForward | None:
-        """The fused pass, where the settings want it."""
-        if self._settings.forward == "plain":
+        """The fused pass, where the settings want it; float32 stays as near to transformers as it can be."""
+        wanted = self._settings.forward
+        if wanted == "plain" or (wanted == "auto" and str(model.dtype) == "torch.float32"):
             return None
         from treadle_plugins.forward.auto import AutoForwardStrategy
 
