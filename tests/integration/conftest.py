@@ -33,6 +33,7 @@ def default_engine() -> Callable[..., Engine]:
     shelf = Shelf()
 
     def make(*plugins: object, forward: str = "auto", **values: Any) -> Engine:
+        values.setdefault("pool", {"memory": "256MiB"})
         execute = {"strategy": "torch", "dtype": "float32", "forward": forward}
         with shelf.in_use():
             return Engine.load(plugins=plugins, execute=execute, **values)
