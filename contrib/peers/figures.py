@@ -147,4 +147,5 @@ class Turns:
 def is_disturbed(record: Record) -> bool:
     """Whether others took a notable share of the CPU time of a turn."""
     others_s: float = record["others_cpu_s"] + record["stolen_s"]
-    return others_s > BUSY_SHARE * record["wall_s"] * record["cpus"]
+    available_s: float = record["wall_s"] * record["cpus"]
+    return others_s > BUSY_SHARE * available_s

@@ -10,7 +10,6 @@ import hashlib
 import json
 import platform
 import shutil
-import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -93,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -111,6 +111,7 @@ def test_a_hooked_block_makes_the_pass_that_of_transformers() -> None:
     [
         ("Gemma2Config", {}),
         ("Qwen3Config", {}),
+        ("Qwen3Config", {"tie_word_embeddings": True, "vocab_size": 320}),
         ("Phi3Config", {}),
         ("StableLmConfig", {}),
         ("OlmoConfig", {}),
@@ -118,27 +119,42 @@ def test_a_hooked_block_makes_the_pass_that_of_transformers() -> None:
     ],
 )
 def test_unknown_architectures_are_packed_layer_by_layer(kind: str, changes: dict[str, Any]) -> None:
-    model = tiny_model(getattr(transformers, kind)(**SIZES, **changes))
+    model = tiny_model(getattr(transformers, kind)(**(SIZES | changes)))
     expected, _ = generated(copy.deepcopy(model))
     tokens, facts = generated(model, build)
     assert tokens == expected
     assert facts["forward"] == "transformers, linear layers packed"
     assert type(model).__name__ in facts["forward plain"]
     assert "3 x" in facts["forward packed"]
+    if "tie_word_embeddings" in changes:
+        assert "1 x LM head and embedding" in facts["forward packed"]
     if kind == "MixtralConfig":
         assert "MixtralExperts" in facts["forward plain"]
 
 
-def test_half_precision_stays_plain() -> None:
-    model = tiny_model(tiny_config("llama"), torch.float16)
-    _, facts = generated(model, build)
-    assert facts["forward"] == "transformers"
-    assert "weights in float16 are not packed" in facts["forward plain"]
+def test_a_shared_weight_that_cannot_be_packed_once_stays_as_it_is() -> None:
+    model = tiny_model(tiny_config("llama", tie_word_embeddings=True))
+    model.model.embed_tokens.register_forward_hook(lambda module, given, out: 2 * out)
+    expected, _ = generated(copy.deepcopy(model))
+    tokens, facts = generated(model, build)
+    assert tokens == expected
+    assert "LM head, which shares the embedding's weight (Linear, called as it is)" in facts["forward plain"]
+
+
+@pytest.mark.parametrize("kind", ["LlamaConfig", "GemmaConfig"])
+def test_half_precision_is_not_packed(kind: str) -> None:
+    model = tiny_model(getattr(transformers, kind)(**SIZES), torch.float16)
+    expected, _ = generated(copy.deepcopy(model))
+    tokens, facts = generated(model, build)
+    assert tokens == expected
+    assert facts["forward"] == ("fused Llama (torch kernels)" if kind == "LlamaConfig" else "transformers")
+    assert facts["forward packed"] == "weights in float16 are not packed"
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_no_second_copy_of_the_weights(family: str, tied: bool) -> None:
+    """Not even in the forward pass: what it says that it keeps is what the model had."""
     model = tiny_model(tiny_config(family, vocab_size=320, tie_word_embeddings=tied))
     _, facts = generated(model, build)
     left = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}

@@ -20,7 +20,7 @@ from treadle_plugins.execution.torch_executor.testing import (  # noqa: E402
     tiny_executor,
     tiny_model,
 )
-from treadle_plugins.forward.fused.build import build  # noqa: E402
+from treadle_plugins.forward.fused.build import Weights, build  # noqa: E402
 from treadle_plugins.forward.fused.kernels import TorchKernels  # noqa: E402
 from treadle_plugins.forward.fused.linear import cannot_pack  # noqa: E402
 from treadle_plugins.forward.spec import PackedForward  # noqa: E402
@@ -63,6 +63,10 @@ def reference(model: Any, plain: PackedForward) -> PackedForward:
     return build(model, plain, TorchKernels())
 
 
+def exact(model: Any, plain: PackedForward) -> PackedForward:
+    return build(model, plain, weights=Weights.EXACT)
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama, tied": {"tie_word_embeddings": True, "vocab_size": 320},
     "llama, tied, a vocabulary that fills no block": {"tie_word_embeddings": True},
@@ -78,7 +82,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("make_forward", [compiled, reference])
+@pytest.mark.parametrize("make_forward", [compiled, reference, exact])
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_same_logits_and_tokens_in_float32(name: str, make_forward: Any) -> None:
     model = tiny_model(tiny_config(name.split(",", maxsplit=1)[0], **VARIANTS.get(name, {})))

@@ -65,9 +65,9 @@ def test_defaults() -> None:
     assert int8(LARGE) == KVFormat(8, 8)
     assert int8(LARGE).bytes_per_token(LARGE) / (90 * 256) <= 0.54
     four = int4(LARGE)
-    assert four == KVFormat(4, 4, 32, 32, key_symmetric=False, value_symmetric=False, rotation=64)
+    assert four == KVFormat(4, 4, 16, 16, rotation=64)
     assert four.bytes_per_token(LARGE) / (90 * 256) <= 0.32
-    assert mixed(LARGE) == KVFormat(8, 4, None, 32, value_symmetric=False, rotation=64)
+    assert mixed(LARGE) == KVFormat(8, 4, None, 16, rotation=64)
 
 
 def test_sides_are_set_apart() -> None:
@@ -84,7 +84,7 @@ def test_sides_are_set_apart() -> None:
 def test_heads_that_no_power_of_two_divides() -> None:
     odd = ModelInfo("odd", 2, 2, head_dim=80, vocab_size=10, max_length=10)
     form = int4(odd)
-    assert (form.rotation, form.key_group) == (16, 20)
+    assert (form.rotation, form.key_group) == (16, 16)
 
 
 def test_named_heads_and_layers() -> None:
@@ -113,7 +113,7 @@ def test_a_calibration_balances_and_names_heads(file: Path) -> None:
     assert form.key_balance is not None
     assert form.key_balance.factors == table(2.0)
     assert form.key_balance.centers == table(0.5)
-    assert form.name == "k4abv4ah8"
+    assert form.name == "k4bv4h8"
     assert int4(calibration=file, balance=False).key_balance is None
     assert int4(calibration=file, whole_heads=[[1, 1]]).whole_heads == {(2, 0), (1, 1)}
     hash(form)
@@ -125,7 +125,7 @@ def test_static_scales(file: Path) -> None:
     assert form.key_channels.minima is None
     assert form.key_channels.scales[0][0][0] == pytest.approx(14 / 127)
     assert form.key_balance is None
-    asymmetric = int4(calibration=file, granularity="head_channel")
+    asymmetric = int4(calibration=file, granularity="head_channel", symmetric=False)
     assert asymmetric.rotation is None
     assert asymmetric.key_channels is not None
     assert asymmetric.key_channels.minima == table(-14.0)

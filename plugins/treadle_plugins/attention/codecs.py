@@ -8,6 +8,12 @@ for bit, whatever is computed beside it. A kernel that does the same operations 
 
 with top = 2 ** bits - 1 and middle = 2 ** (bits - 1), codes cut to 0..top, and half-precision numbers cut to its finite range. A
 symmetric scale is negative when the extreme is positive, so that the extreme always gets code 0: that way all codes are used.
+
+With 4 bits or fewer a symmetric scale is then fitted: with steps c = code - middle, it becomes f16(sum(x * c) / sum(c * c)), the
+one that makes the squared error least for these codes, and the codes are taken again. Sums are folded: the second half of a group
+is added to the first, then again, until one number is left; of an odd number the last one is added to the first. A fitted scale
+that is not finite (0 / 0, or an overflow) is not used.
+
 Where a scale is 0 the code is 0, or `middle` when symmetric; a quotient that is NaN gives code 0. Groups with NaN or infinity get
 such a scale or minimum and do not come back finite.
 """
@@ -20,6 +26,8 @@ from typing import NamedTuple
 
 import torch
 
+FITTED_BITS = 4
+"""Symmetric scales of so many bits or fewer are fitted."""
 _LARGEST = torch.finfo(torch.float16).max
 
 
@@ -108,7 +116,7 @@ class Codec:
         low, high = grouped.amin(-1), grouped.amax(-1)
         if self.symmetric:
             extreme = torch.where(-low > high, low, high)
-            scales, minima = _half(-extreme / self.middle), None
+            scales, minima = self._fitted(grouped, _half(-extreme / self.middle)), None
             codes = self._codes(grouped, scales.float()[..., None], None)
         else:
             minima = _half(low)
@@ -143,6 +151,14 @@ class Codec:
         """The reverse."""
         return torch.cat([(packed >> shift) & self.top for shift in range(0, 8, self.bits)], dim=-1)
 
+    def _fitted(self, grouped: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Scales [..., groups] with the least squared error for the codes that `scales` give."""
+        if self.bits > FITTED_BITS:
+            return scales
+        steps = self._codes(grouped, scales.float()[..., None], None).float() - self.middle
+        fitted = _folded(grouped * steps) / _folded(steps * steps)
+        return torch.where(fitted.isfinite(), _half(fitted), scales)
+
     def _codes(self, rows: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor | None) -> torch.Tensor:
         steps = (rows / scales).round() + self.middle if minima is None else ((rows - minima) / scales).round()
         steps = torch.where(scales == 0, self.middle if minima is None else 0, steps)
@@ -165,6 +181,17 @@ def hadamard(rows: torch.Tensor, size: int) -> torch.Tensor:
         turned = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         distance *= 2
     return turned * (1 / math.sqrt(size))
+
+
+def _folded(numbers: torch.Tensor) -> torch.Tensor:
+    """Sums over the last dimension, in an order that depends on its length alone."""
+    while (length := numbers.shape[-1]) > 1:
+        half = length // 2
+        folded = numbers[..., :half] + numbers[..., half : 2 * half]
+        if length % 2:
+            folded[..., 0] += numbers[..., -1]
+        numbers = folded
+    return numbers[..., 0]
 
 
 def _half(numbers: torch.Tensor) -> torch.Tensor:

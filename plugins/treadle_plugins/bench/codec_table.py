@@ -16,44 +16,34 @@ import click
 from treadle.cli import Common, common_options
 from treadle.errors import ConfigError, nearest
 
-KEPT = "threshold2"
-"""Calibration that names outliers: heads whose error is more than twice the median, judged without a balance."""
-BALANCED = "balanced"
-"""Calibration that names the worst heads, as many as it may, judged with a balance."""
-PLAIN_4 = {"rotation": "none", "key_group": "head", "value_group": "head", "key_symmetric": True, "value_symmetric": True}
-BOTH_4 = {"strategy": "mixed", "key_bits": 4, "value_bits": 4}
+WORST, BALANCED = "worst", "balanced"
+"""Calibrations: one names the worst eighth of all heads and does nothing else, the other balances keys and names outliers."""
+CALIBRATIONS: Mapping[str, Sequence[str]] = {
+    WORST: ("--set", "quantize=int4", "--set", "quantize.balance=false", "--threshold", "1"),
+    BALANCED: ("--set", "quantize=int4"),
+}
 
 CODECS: Mapping[str, Mapping[str, Any]] = {
     "none": {"strategy": "none"},
     "int8": {"strategy": "int8"},
-    "int4": {**BOTH_4, **PLAIN_4},
-    "int4, groups of 32": {"strategy": "int4", "rotation": "none"},
+    "int4, one scale a head": {"strategy": "int4", "rotation": "none", "group": "head"},
     "int4 + Hadamard": {"strategy": "int4"},
-    "K4V8": {**BOTH_4, **PLAIN_4, "value_bits": 8},
-    "K8V4": {**BOTH_4, **PLAIN_4, "key_bits": 8},
-    "K4V8 + Hadamard": {**BOTH_4, "value_bits": 8},
-    "K8V4 + Hadamard": {**BOTH_4, "key_bits": 8},
+    "K4V8 + Hadamard": {"strategy": "mixed", "key_bits": 4, "value_bits": 8},
+    "K8V4 + Hadamard": {"strategy": "mixed", "key_bits": 8, "value_bits": 4},
 }
-HEADS: Mapping[str, Mapping[str, Any]] = {
-    name: {**codec, "calibration": KEPT, "balance": False} for name, codec in CODECS.items() if name != "none"
+KEPT: Mapping[str, Mapping[str, Any]] = {
+    f"{name}, worst eighth kept": {**codec, "calibration": WORST, "balance": False}
+    for name, codec in CODECS.items()
+    if name != "none"
 }
-ONE_SCALE = {**BOTH_4, **PLAIN_4, "rotation": "auto"}
-BALANCE: Mapping[str, Mapping[str, Any]] = {
-    "int4 + Hadamard, balanced": {"strategy": "int4", "calibration": KEPT},
-    "int4 + Hadamard, one scale a head, balanced": {**ONE_SCALE, "calibration": KEPT},
-    "int4 + Hadamard, one scale a head, balanced, worst heads kept": {**ONE_SCALE, "calibration": BALANCED},
-    "static int8": {"strategy": "int8", "granularity": "head_channel", "calibration": KEPT},
+CALIBRATED: Mapping[str, Mapping[str, Any]] = {
+    "int4 + Hadamard, balanced": {"strategy": "int4", "calibration": BALANCED},
+    "int4 + Hadamard, groups of 32 with minima": {"strategy": "int4", "group": 32, "symmetric": False},
+    "int4 + Hadamard, one scale a head, balanced": {"strategy": "int4", "group": "head", "calibration": BALANCED},
+    "int8, static scales": {"strategy": "int8", "granularity": "head_channel", "calibration": BALANCED},
 }
-ROWS: Mapping[str, Mapping[str, Any]] = {
-    **CODECS,
-    **{f"{name}, outlier heads kept": codec for name, codec in HEADS.items()},
-    **BALANCE,
-}
+ROWS: Mapping[str, Mapping[str, Any]] = {**CODECS, **KEPT, **CALIBRATED}
 """Settings of [quantize] for each row; a calibration is named by how it was made."""
-CALIBRATIONS: Mapping[str, Sequence[str]] = {
-    KEPT: ("--set", "quantize=int4", "--set", "quantize.balance=false"),
-    BALANCED: ("--set", "quantize=int4", "--threshold", "1"),
-}
 
 
 @click.command("codec-table")

@@ -34,7 +34,7 @@ class TorchSettings(StrategySettings):
     """Threads of torch on the CPU; unset leaves torch's own choice."""
     forward: Literal["auto", "fused", "plain"] = "auto"
     """`plain` leaves all to transformers. `fused` packs the weights and fuses the pass on a CPU, as far as the architecture is
-    known. `auto` is `fused` in reduced precision and `plain` in float32, where the fused pass rounds otherwise."""
+    known. `auto` does the same but for float32 weights: they are not packed, since packed products round more."""
     offline: bool = False
     """Fetch nothing: only what is on this machine is used."""
 
@@ -79,13 +79,13 @@ class TorchStrategy:
 
     @hookimpl(trylast=True)  # what comes with the executor stands behind every plugin's answer
     def forward(self, model: PreTrainedModel, plain: PackedForward) -> PackedForward | None:
-        """The fused pass, where the settings want it; float32 stays as near to transformers as it can be."""
-        wanted = self._settings.forward
-        if wanted == "plain" or (wanted == "auto" and str(model.dtype) == "torch.float32"):
-            return None
-        from treadle_plugins.forward.auto import AutoForwardStrategy
+        """The fused pass, where the settings want it."""
+        from treadle_plugins.forward.auto import AutoForwardStrategy, FusedForwardStrategy
 
-        return AutoForwardStrategy().forward(model, plain)
+        if self._settings.forward == "plain":
+            return None
+        built_in = AutoForwardStrategy() if self._settings.forward == "auto" else FusedForwardStrategy()
+        return built_in.forward(model, plain)
 
     def _device(self, torch_: Any) -> str:
         wanted = self._settings.device

@@ -13,13 +13,22 @@ if TYPE_CHECKING:
 
 
 class AutoForwardStrategy:
-    """A stranger's `forward` is asked before."""
+    """Fused where nothing is lost: float32 weights stay unpacked. A stranger's `forward` is asked before."""
 
     @hookimpl
     def forward(self, model: PreTrainedModel, plain: PackedForward) -> PackedForward | None:
-        """The fused pass on a CPU, module by module where an architecture or a module is not known; else None."""
-        if model.device.type != "cpu":
-            return None
+        """A fused pass on a CPU, module by module where an architecture or a module is not known; else None."""
+        from treadle_plugins.forward.fused.build import Weights, build
+
+        return build(model, plain, weights=Weights.EXACT) if model.device.type == "cpu" else None
+
+
+class FusedForwardStrategy:
+    """Fused, with weights packed in every precision that the processor multiplies."""
+
+    @hookimpl
+    def forward(self, model: PreTrainedModel, plain: PackedForward) -> PackedForward | None:
+        """A fused pass on a CPU, module by module where an architecture or a module is not known; else None."""
         from treadle_plugins.forward.fused.build import build
 
-        return build(model, plain)
+        return build(model, plain) if model.device.type == "cpu" else None

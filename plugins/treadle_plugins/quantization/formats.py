@@ -15,8 +15,11 @@ from treadle.errors import ConfigError
 from treadle_plugins.quantization.calibration_file import Ranges, Table, read
 
 FEW_BITS = 4
-"""From here down, groups, minima and a rotation pay for themselves."""
-AUTO_GROUP = 32
+"""From here down, groups and a rotation pay for themselves."""
+MINIMA_BITS = 2
+"""From here down, minima do too."""
+AUTO_GROUP = 16
+"""For the same bytes, groups of 32 with minima are worse: see docs/log.md."""
 
 Granularity = Literal["token_head", "head_channel"]
 
@@ -70,8 +73,8 @@ class Side:
 
     @property
     def is_symmetric(self) -> bool:
-        """As chosen, else for 8 bits."""
-        return not self.has_few_bits if self.symmetric is None else self.symmetric
+        """As chosen, else unless there are next to no bits."""
+        return self.bits is None or self.bits > MINIMA_BITS if self.symmetric is None else self.symmetric
 
     def group_for(self, model: ModelInfo) -> int | None:
         """Channels that share a scale; None for all of a head. Raises ConfigError for a group that does not fit."""

@@ -7,13 +7,13 @@ from treadle_plugins.quantization.formats import CodecSettings, Granularity, Gro
 
 
 class Int4Settings(CodecSettings):
-    """Groups of 32 channels with a scale and a minimum of their own, unless set otherwise."""
+    """Groups of 16 channels with a scale of their own, unless set otherwise."""
 
     granularity: Granularity = "token_head"
     """What shares a scale: groups of each token of each head, or each channel of each head (static scales of a calibration)."""
     group: Group = "auto"
-    """Channels that share a scale; `auto` takes 32 where that divides the head, `head` has one scale for a whole head."""
-    symmetric: bool = False
+    """Channels that share a scale; `auto` takes 16 where that divides the head, `head` has one scale for a whole head."""
+    symmetric: bool = True
     """Scales only; false stores a minimum beside each scale."""
 
 

@@ -14,11 +14,11 @@ class MixedSettings(CodecSettings):
     value_bits: Bits = 4
     """8, 4 or 2 bits, or `whole`."""
     key_group: Group = "auto"
-    """Channels of a key that share a scale; `auto` takes 32 where there are 4 bits or fewer, `head` is one scale a head."""
+    """Channels of a key that share a scale; `auto` takes 16 where there are 4 bits or fewer, `head` is one scale a head."""
     value_group: Group = "auto"
     """The same of a value."""
     key_symmetric: bool | None = None
-    """Scales only, or a minimum beside each; unset means minima where there are 4 bits or fewer."""
+    """Scales only, or a minimum beside each; unset means minima with 2 bits."""
     value_symmetric: bool | None = None
     """The same of values."""
     key_granularity: Granularity = "token_head"

@@ -10,12 +10,11 @@ import torch
 
 from treadle_plugins.attention.batch import PackedBatch
 from treadle_plugins.attention.layout import unreadable
-from treadle_plugins.attention.numba_backend import jobs
+from treadle_plugins.attention.numba_backend import jobs, pool
 from treadle_plugins.attention.numba_backend.call import Call, Workspace, address_of, words
 from treadle_plugins.attention.numba_backend.compiled import default_cache_dir, load
 from treadle_plugins.attention.numba_backend.cpu import host
 from treadle_plugins.attention.numba_backend.pages import advise_large_pages
-from treadle_plugins.attention.numba_backend.shape import KernelShape
 from treadle_plugins.attention.numba_backend.threads import Threads
 from treadle_plugins.attention.spec import AttentionSpec, LayerAttention
 from treadle_plugins.attention.storage import open_sides
@@ -42,18 +41,16 @@ class NumbaAttention:
             return f"{spec.num_heads} query heads cannot share {spec.num_kv_heads} KV heads evenly"
         if spec.head_dim % _HEAD_DIMS:
             return f"head size {spec.head_dim} is no multiple of {_HEAD_DIMS}"
-        if spec.kv_format.name != "whole":
-            return f"KV format {spec.kv_format.name!r} is not 'whole'"
-        return unreadable(spec)
+        return unreadable(spec) or pool.unsuited(spec)
 
     def __init__(self, spec: AttentionSpec, cache_dir: Path | None = None) -> None:
         """`cache_dir` keeps compiled kernels; None takes the user's cache folder."""
         self.spec = spec
-        self._shape = KernelShape(spec.dtype, spec.head_dim, spec.queries_per_kv_head, host())
+        self._keys, self._values = open_sides(spec)
+        self._shape = pool.shape_of(spec, self._keys, self._values, host())
         self._kernels = load(self._shape, cache_dir or default_cache_dir())
         self._threads = Threads()
-        self.name = f"numba ({self._threads.name}; {self._shape.cpu.summary})"
-        self._keys, self._values = open_sides(spec)
+        self.name = f"numba ({self._threads.name}; {self._shape.cpu.summary}; {self._kernels.origin})"
         self._heads = np.zeros((spec.num_layers, spec.num_kv_heads, jobs.HEAD_WORDS), np.int64)
         self._head_addresses: list[int] = []
         self._workspace = Workspace(self._shape)
@@ -71,12 +68,7 @@ class NumbaAttention:
             side.allocate(num_blocks)
             for tensor in side.tensors():
                 advise_large_pages(tensor)
-        for layer, heads in enumerate(self._heads):
-            for at, side in ((jobs.KEY_SIDE, self._keys), (jobs.VALUE_SIDE, self._values)):
-                rows = side.whole(layer)  # [block, head, token, head_dim]
-                head_bytes, block_bytes = (rows.stride(dim) * rows.itemsize for dim in (1, 0))
-                heads[:, at + jobs.ADDRESS] = rows.data_ptr() + np.arange(len(heads)) * head_bytes
-                heads[:, at + jobs.BLOCK_BYTES] = block_bytes
+        self._heads = pool.describe(self.spec, self._shape, self._keys, self._values)
         self._head_addresses = [int(heads.ctypes.data) for heads in self._heads]
 
     def tensors(self) -> Sequence[torch.Tensor]:
@@ -115,7 +107,7 @@ class NumbaAttention:
         """[tokens, heads, head_dim] for `queries` of that shape, each over its own sequence up to its own position."""
         call = self._calls.get(how)
         if call is None:
-            call = self._calls[how] = Call(self.spec, self._shape, how, self._workspace)
+            call = self._calls[how] = Call(self.spec, how, self._workspace)
         call.ready(batch, self._num_threads)
         queries = self._readable(queries)
         out = torch.empty(queries.shape, dtype=queries.dtype)
@@ -125,6 +117,7 @@ class NumbaAttention:
         job[jobs.QUERY_TOKEN_BYTES] = queries.stride(0) * item_bytes
         job[jobs.QUERY_HEAD_BYTES] = queries.stride(1) * item_bytes
         job[jobs.HEADS] = self._head_addresses[layer]
+        self._workspace.place_in(job)
         self._threads.run(self._kernels.attend, address_of(job), 1 if call.is_small else self._num_threads)
         return out
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from treadle_plugins.attention.batch import PackedBatch
 from treadle_plugins.attention.numba_backend import jobs, plan
-from treadle_plugins.attention.numba_backend.shape import KernelShape, Scratch
+from treadle_plugins.attention.numba_backend.shape import LINE, KernelShape, Scratch
 from treadle_plugins.attention.spec import AttentionSpec, LayerAttention
 
 Words = Any
@@ -20,47 +20,43 @@ _EVERYTHING = 1 << 60
 """A window that no context fills."""
 _SMALL_COST = 20_000
 """Tokens times rows below which waking the other threads takes longer than the work."""
-_LINE = 64
 
 
 class Workspace:
-    """Memory that kernels work in. It grows, and is the same for all layers."""
+    """Memory that kernels work in, for one call at a time. It grows: `place_in` a job just before the call."""
 
     def __init__(self, shape: KernelShape) -> None:
         self._scratch_bytes = Scratch(shape).num_bytes
         self._state_bytes = shape.state_bytes
         self._scratch, self._states = np.empty(0, np.uint8), np.empty(0, np.uint8)
         self._counters = np.zeros(0, np.int64)
+        self._addresses = (0, 0, 0)
 
-    def scratch(self, num_threads: int) -> int:
-        """Address of the threads' own memory."""
-        needed = num_threads * self._scratch_bytes + _LINE
-        if len(self._scratch) < needed:
-            self._scratch = np.zeros(needed, np.uint8)
-        return _aligned(self._scratch)
-
-    def states(self, num_states: int) -> int:
-        """Address of memory for states of parts."""
-        needed = num_states * self._state_bytes + _LINE
-        if len(self._states) < needed:
-            self._states = np.empty(2 * needed, np.uint8)
-        return _aligned(self._states)
-
-    def counters(self, num_counters: int) -> int:
-        """Address of counters, which are 0 outside of a call."""
+    def grow(self, num_threads: int, num_states: int, num_counters: int) -> None:
+        """Make room for so many threads, states of parts, and counters, which are 0 outside of a call."""
+        scratch_bytes, states_bytes = num_threads * self._scratch_bytes + LINE, num_states * self._state_bytes + LINE
+        if len(self._scratch) < scratch_bytes:
+            self._scratch = np.zeros(scratch_bytes, np.uint8)
+        if len(self._states) < states_bytes:
+            self._states = np.empty(2 * states_bytes, np.uint8)
         if len(self._counters) < num_counters:
             self._counters = np.zeros(2 * num_counters, np.int64)
-        return int(self._counters.ctypes.data)
+        self._addresses = _aligned(self._scratch), _aligned(self._states), int(self._counters.ctypes.data)
+
+    def place_in(self, job: Words) -> None:
+        """Tell a job where it works."""
+        job[jobs.SCRATCH], job[jobs.PARTS], job[jobs.COUNTERS] = self._addresses
 
 
 class Call:
     """A job of attention for layers that attend alike."""
 
-    def __init__(self, spec: AttentionSpec, shape: KernelShape, how: LayerAttention, workspace: Workspace) -> None:
+    def __init__(self, spec: AttentionSpec, how: LayerAttention, workspace: Workspace) -> None:
         self.job = words(jobs.ATTEND_WORDS)
         self.is_small = True
         """The job is done before other threads would be awake."""
-        self._spec, self._shape, self._how, self._workspace = spec, shape, how, workspace
+        self._spec, self._how, self._workspace = spec, how, workspace
+        self._heads = plan.Heads(spec.num_heads, spec.num_kv_heads)
         self._plan: plan.Plan | None = None
         slopes = how.alibi_slopes or (0.0,) * spec.num_heads
         self._slopes = np.array(slopes, np.float32) * np.float32(_LOG2E)
@@ -74,12 +70,10 @@ class Call:
         """Fill in what all layers of the step share, unless that is done."""
         if self._plan is not None:
             return
-        heads = self._spec.num_kv_heads
-        made = self._plan = plan.make(batch, self._shape, heads, self._how.window, num_threads)
-        job, space = self.job, self._workspace
+        made = self._plan = plan.make(batch, self._heads, self._how.window, num_threads)
+        job = self.job
         job[jobs.NUM_TASKS], job[jobs.TASKS] = len(made.tasks), made.tasks.ctypes.data
-        job[jobs.SCRATCH] = space.scratch(num_threads)
-        job[jobs.PARTS], job[jobs.COUNTERS] = space.states(made.num_states), space.counters(made.num_counters)
+        self._workspace.grow(num_threads, made.num_states, made.num_counters)
         job[jobs.TABLES] = batch.tables.data_ptr()
         self.is_small = made.cost < _SMALL_COST
 
@@ -110,4 +104,4 @@ def _bits(number: float) -> int:
 
 
 def _aligned(memory: np.ndarray[Any, np.dtype[np.uint8]]) -> int:
-    return -(-int(memory.ctypes.data) // _LINE) * _LINE
+    return -(-int(memory.ctypes.data) // LINE) * LINE

@@ -23,6 +23,7 @@ from treadle_plugins.attention.numba_backend.shape import KernelShape
 
 log = get_logger(__name__)
 
+_CHECKSUM_BYTES = 32
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
@@ -37,7 +38,9 @@ class Kernel(NamedTuple):
 class Compiled:
     """Kernels in memory. Keep it as long as one of them may be called."""
 
-    def __init__(self, code: bytes, shape: KernelShape) -> None:
+    def __init__(self, code: bytes, shape: KernelShape, origin: str) -> None:
+        self.origin = origin
+        """Where they come from, for `treadle explain`."""
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(shape))
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
@@ -52,17 +55,15 @@ def load(shape: KernelShape, cache_dir: Path) -> Compiled:
     """The kernels for `shape`: from `cache_dir`, else compiled and, where that can be written, kept there."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    file = cache_dir / f"{shape.name}-{_key(shape)}.o"
-    started = time.perf_counter()
-    try:
-        code = file.read_bytes()
-    except FileNotFoundError:
-        code = _compile(shape)
-        seconds = round(time.perf_counter() - started, 2)
-        log.info("kernels_compiled", kernels=shape.name, seconds=seconds, processor=shape.cpu.summary, kept_in=_keep(code, file))
-    else:
-        log.debug("kernels_loaded", kernels=shape.name, seconds=round(time.perf_counter() - started, 3), file=str(file))
-    return Compiled(code, shape)
+    file, started = cache_dir / f"{shape.name}-{_key(shape)}.o", time.perf_counter()
+    code = _kept(file)
+    if code is not None:
+        log.debug("kernels_loaded", kernels=shape.name, file=str(file))
+        return Compiled(code, shape, "kernels from the cache")
+    code = _compile(shape)
+    seconds = round(time.perf_counter() - started, 1)
+    log.info("kernels_compiled", kernels=shape.name, seconds=seconds, processor=shape.cpu.summary, kept_in=_keep(code, file))
+    return Compiled(code, shape, f"kernels compiled in {seconds} s")
 
 
 def default_cache_dir() -> Path:
@@ -118,9 +119,23 @@ def _machine(shape: KernelShape) -> Any:
 def _key(shape: KernelShape) -> str:
     """Differs wherever the machine code might."""
     digest = hashlib.sha256(repr((shape, version("numba"), version("llvmlite"))).encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    here = Path(__file__).parent
+    for source in [here.parent / "codecs.py", *sorted(here.glob("*.py"))]:
         digest.update(source.read_bytes())
     return digest.hexdigest()[:24]
+
+
+def _kept(file: Path) -> bytes | None:
+    """Code that was kept whole."""
+    try:
+        content = file.read_bytes()
+    except OSError:  # most often it is not there; where it cannot be read it cannot be written either, which `_keep` reports
+        return None
+    checksum, code = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
+    if checksum == hashlib.sha256(code).digest():
+        return code
+    log.warning("kernels_damaged", file=str(file), remedy="none needed: they are compiled again")
+    return None
 
 
 def _keep(code: bytes, file: Path) -> str | None:
@@ -129,7 +144,7 @@ def _keep(code: bytes, file: Path) -> str | None:
         file.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=file.parent)
         with os.fdopen(descriptor, "wb") as target:
-            target.write(code)
+            target.write(hashlib.sha256(code).digest() + code)
         os.replace(name, file)
     except OSError as error:
         log.warning("kernels_not_kept", reason=str(error), remedy="make the folder writable, or set attention.cache_dir")

@@ -25,10 +25,14 @@ class Cpu:
     has_bf16_dot: bool
     """It multiplies pairs of bf16 and adds them up in float32."""
 
+    has_byte_dot: bool
+    """It multiplies quads of bytes, unsigned with signed ones, and adds them up as integers."""
+
     @property
     def summary(self) -> str:
-        """For logs, such as `znver4, 16 lanes, bf16 dot`."""
-        return f"{self.name}, {self.lanes} lanes" + (", bf16 dot" if self.has_bf16_dot else "")
+        """For logs, such as `znver4, 16 lanes, bf16 dot, byte dot`."""
+        dots = (", bf16 dot" if self.has_bf16_dot else "") + (", byte dot" if self.has_byte_dot else "")
+        return f"{self.name}, {self.lanes} lanes{dots}"
 
 
 def host() -> Cpu:
@@ -50,4 +54,5 @@ def describe(name: str, flags: Mapping[str, bool], features: str, llvm_version: 
         registers=32 if wide or is_arm else 16,
         has_fma=flags.get("fma", False) or is_arm,
         has_bf16_dot=wide and flags.get("avx512bf16", False) and llvm_version >= _BFLOAT_ARGUMENTS,
+        has_byte_dot=wide and flags.get("avx512vnni", False),
     )

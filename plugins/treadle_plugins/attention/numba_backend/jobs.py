@@ -40,23 +40,31 @@ SOURCE_TOKEN_BYTES = 1
 SOURCE_HEAD_BYTES = 2
 WRITE_WORDS = 14
 
-# Where a KV head lies in a layer: keys, then values
+# What is said of a KV head of a layer: its keys, then its values
 KEY_SIDE = 0
-VALUE_SIDE = 4
-ADDRESS = 0  # of its rows in block 0
+VALUE_SIDE = 8
+ADDRESS = 0  # of what it has in block 0
 BLOCK_BYTES = 1  # from block to block
-HEAD_WORDS = 8
+PACKED = 2  # 0 or 1
+ROW_BYTES = 3  # from token to token
+SCALES = 4  # [head_dim] float32, static ones
+MINIMA = 5
+FACTORS = 6  # [head_dim] float32, for turning
+CENTERS = 7
+HEAD_WORDS = 16
 
-# A task of attention: a few query tokens of one sequence, one KV head, some segments of the context
+# A task of attention: a few query tokens and query heads of one KV head of one sequence, some segments of the context
 TOKEN = 0  # the first query token, within the step
 COUNT = 1
 HEAD = 2
-TABLE = 3  # where the sequence's block table starts
-POSITION = 4  # of the first query token
-FROM = 5  # first segment
-TO = 6  # behind the last segment
-NUM_PARTS = 7  # tasks that share these queries; 1 when this is all of it
-PART = 8  # place of this task's states among the parts
-FIRST_PART = 9  # place of the first such task's states
-COUNTER = 10
-TASK_WORDS = 11
+QUERY_HEAD = 3  # the first query head
+GROUP = 4  # query heads
+TABLE = 5  # where the sequence's block table starts
+POSITION = 6  # of the first query token
+FROM = 7  # first segment
+TO = 8  # behind the last segment
+NUM_PARTS = 9  # tasks that share these queries; 1 when this is all of it
+PART = 10  # place of this task's states among the parts
+FIRST_PART = 11  # place of the first such task's states
+COUNTER = 12
+TASK_WORDS = 13

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from treadle_plugins.attention.batch import PackedBatch
 from treadle_plugins.attention.numba_backend import jobs
-from treadle_plugins.attention.numba_backend.shape import SEGMENT, KernelShape
+from treadle_plugins.attention.numba_backend.shape import ROWS, SEGMENT
 
 Ints = npt.NDArray[np.int64]
 _PACKING = 16
@@ -29,6 +29,19 @@ class Plan(NamedTuple):
     """Tokens times rows, packing included."""
 
 
+class Heads:
+    """Query heads that one task takes: those that share a KV head, or fewer where they are more than ROWS."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int) -> None:
+        group = num_heads // num_kv_heads
+        shares = np.diff(np.linspace(0, group, -(-group // ROWS) + 1).round().astype(np.int64))
+        self.sizes: Ints = np.tile(shares, num_kv_heads)
+        self.firsts: Ints = np.cumsum(self.sizes) - self.sizes
+        self.kv_heads: Ints = self.firsts // group
+        self.count = len(self.sizes)
+        self.together = int(shares.max())
+
+
 class _Pieces(NamedTuple):
     """Pieces of query tokens that share tiles, over all sequences."""
 
@@ -38,27 +51,29 @@ class _Pieces(NamedTuple):
     position: Ints
 
 
-def make(batch: PackedBatch, shape: KernelShape, num_kv_heads: int, window: int | None, num_threads: int) -> Plan:
-    """Cut a step into tasks: by sequence, query tokens and KV head, and long contexts by segments as well."""
-    pieces = _cut_queries(batch, shape.tokens)
+def make(batch: PackedBatch, heads: Heads, window: int | None, num_threads: int) -> Plan:
+    """Cut a step into tasks: by sequence, query tokens and heads, and long contexts by segments as well."""
+    pieces = _cut_queries(batch, max(1, ROWS // heads.together))
     behind = pieces.position + pieces.length
     first_seen = np.zeros_like(behind) if window is None else np.maximum(0, pieces.position + 1 - window)
     first, last = first_seen // SEGMENT, (behind + SEGMENT - 1) // SEGMENT
-    cost = (behind - first_seen) * (pieces.length * shape.group + _PACKING)
-    total = int(cost.sum()) * num_kv_heads
+    cost = (behind - first_seen) * (pieces.length * heads.together + _PACKING)
+    total = int(cost.sum()) * heads.count
     is_cut = (last - first > 1) & (cost * num_threads * _PIECES > total) if num_threads > 1 else np.zeros(len(cost), bool)
     parts = np.where(is_cut, last - first, 1)
 
-    owner = np.repeat(np.arange(len(cost)), num_kv_heads * parts)
-    within = np.arange(len(owner)) - np.repeat(np.cumsum(num_kv_heads * parts) - num_kv_heads * parts, num_kv_heads * parts)
+    owner = np.repeat(np.arange(len(cost)), heads.count * parts)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(heads.count * parts) - heads.count * parts, heads.count * parts)
     head, part = within // parts[owner], within % parts[owner]
-    rows = pieces.length[owner] * shape.group
+    rows = pieces.length[owner] * heads.sizes[head]
     state = np.cumsum(np.where(is_cut[owner], rows, 0))
     tasks = np.zeros((len(owner), jobs.TASK_WORDS), np.int64)
     columns = {
         jobs.TOKEN: pieces.token[owner],
         jobs.COUNT: pieces.length[owner],
-        jobs.HEAD: head,
+        jobs.HEAD: heads.kv_heads[head],
+        jobs.QUERY_HEAD: heads.firsts[head],
+        jobs.GROUP: heads.sizes[head],
         jobs.TABLE: pieces.table[owner],
         jobs.POSITION: pieces.position[owner],
         jobs.FROM: first[owner] + part,

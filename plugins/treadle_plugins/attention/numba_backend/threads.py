@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,23 @@ class Threads:
 
 
 def _find(folder: Path) -> tuple[Any, str]:
-    """The function that runs another on all threads, and the runtime that it belongs to."""
-    for pattern in _LIBRARIES:
-        for file in sorted(folder.glob(pattern)):
-            found = _function(ctypes.CDLL(str(file)))
-            if found is not None:
-                return found, file.name.split(".")[0].split("-")[0]
-    return _function(ctypes.CDLL(None)), "OpenMP"
+    """The function that runs another on all threads, and the runtime that it belongs to: torch's own, else one in use."""
+    brought = [file for pattern in _LIBRARIES for file in sorted(folder.glob(pattern))]
+    for file in [*brought, *_in_use()]:
+        found = _function(ctypes.CDLL(str(file)))
+        if found is not None:
+            return found, re.split(r"[.-]", file.name)[0]
+    return None, ""
+
+
+def _in_use() -> list[Path]:
+    """OpenMP runtimes that this process has loaded, where the system tells."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    files = {Path(line.split(maxsplit=5)[5]) for line in lines if line.count("/")}
+    return sorted(file for file in files if any(file.match(pattern) for pattern in _LIBRARIES))
 
 
 def _function(library: Any) -> Any:

@@ -19,8 +19,10 @@ I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64
 F16, F32 = ir.HalfType(), ir.FloatType()
 LOWEST = -1e30
 """Stands for minus infinity where a difference of two of them must not become NaN."""
-_EXP2 = (1.0, 0.6931471824645996, 0.2402265071868896, 0.0555041134357452, 0.0096181193366647, 0.0013333558943122, 0.0001540353)
-"""Taylor coefficients of 2 ** x: within 1e-7 for -0.5 <= x <= 0.5."""
+FINE = (1.0, 0.6931469776, 0.2402224209, 0.05550733743, 0.009671512645, 0.001326472712)
+"""Coefficients of 2 ** x, within 2e-7 for -0.5 <= x <= 0.5, and exact for 0."""
+COARSE = (1.0, 0.6931241934, 0.2402409861, 0.05590642468, 0.009582853038)
+"""The same within 3e-6, for what is rounded to 8 or 15 bits afterwards."""
 Value = Any
 """llvmlite comes without types."""
 
@@ -101,6 +103,24 @@ class Vectors:
         mask = ir.Constant(ir.VectorType(I32, len(lanes)), list(lanes))
         return self.builder.shuffle_vector(one, two, mask)
 
+    def cut(self, vector: Value, count: int) -> Value:
+        """The first `count` lanes."""
+        return vector if count == vector.type.count else self.shuffle(vector, vector, range(count))
+
+    def joined(self, pieces: Sequence[Value]) -> Value:
+        """Vectors behind one another, as one."""
+        one = pieces[0]
+        for two in pieces[1:]:
+            counts = one.type.count, two.type.count
+            width = max(counts)
+            wide = [self.shuffle(x, x, [min(lane, x.type.count - 1) for lane in range(width)]) for x in (one, two)]
+            one = self.shuffle(wide[0], wide[1], [*range(counts[0]), *range(width, width + counts[1])])
+        return one
+
+    def flags(self, bits: Sequence[bool]) -> Value:
+        """A vector of yes and no."""
+        return ir.Constant(ir.VectorType(ir.IntType(1), len(bits)), [int(bit) for bit in bits])
+
     def as_floats(self, ints: Value) -> Value:
         """The same bits."""
         return self.builder.bitcast(ints, self.floats)
@@ -161,21 +181,37 @@ class Vectors:
         arguments = [addend, self.builder.bitcast(one, pairs), self.builder.bitcast(two, pairs)]
         return self._call(f"llvm.x86.avx512bf16.dpbf16ps.{32 * self.lanes}", self.floats, arguments)
 
+    def dot_quads(self, codes: Value, numbers: Value, addend: Value) -> Value:
+        """addend + the products of four unsigned bytes and four signed ones, in each lane."""
+        return self._call(f"llvm.x86.avx512.vpdpbusd.{32 * self.lanes}", self.ints, [addend, codes, numbers])
+
     def maximum(self, one: Value, two: Value) -> Value:
         """The larger in each lane; NaN wherever `two` is."""
         return self.builder.select(self.builder.fcmp_ordered(">", one, two), one, two)
 
-    def exp2(self, exponents: Value) -> Value:
-        """2 ** exponents for exponents <= 0, within 2e-7; 2 ** -126 below that. NaN stays NaN."""
+    def exp2(self, exponents: Value, coefficients: Sequence[float] = FINE) -> Value:
+        """2 ** exponents for exponents <= 0, at least 2 ** -126. NaN stays NaN."""
         b = self.builder
         exponents = self.maximum(self.constant(-126.0), exponents)
-        whole = self._call(f"llvm.rint.v{self.lanes}f32", self.floats, [exponents])
+        whole = self.rint(exponents)
         rest = b.fsub(exponents, whole)
-        result = self.constant(_EXP2[-1])
-        for coefficient in reversed(_EXP2[:-1]):
+        result = self.constant(coefficients[-1])
+        for coefficient in reversed(coefficients[:-1]):
             result = self.fma(result, rest, self.constant(coefficient))
         shift = b.shl(b.fptosi(whole, self.ints), self.int_constant([23] * self.lanes))
         return self.as_floats(b.add(self.as_ints(result), shift))
+
+    def rint(self, floats: Value) -> Value:
+        """The nearest whole numbers; of two the even one."""
+        return self._call(f"llvm.rint.v{self.lanes}f32", self.floats, [floats])
+
+    def absolute(self, floats: Value) -> Value:
+        """Without signs."""
+        return self.as_floats(self.builder.and_(self.as_ints(floats), self.int_constant([0x7FFFFFFF] * self.lanes)))
+
+    def magnitude(self, number: Value) -> Value:
+        """A scalar without its sign."""
+        return self.builder.select(self.builder.fcmp_ordered("<", number, F32(0.0)), self.builder.fneg(number), number)
 
     def reduce(self, vector: Value, combine: Callable[[Value, Value], Value]) -> Value:
         """All lanes combined, as a scalar: halves first, always in this order."""

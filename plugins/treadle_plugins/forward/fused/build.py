@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import enum
+
+import torch
 from transformers import PreTrainedModel
 
 from treadle.logs import get_logger
@@ -15,24 +18,32 @@ from treadle_plugins.forward.spec import PackedForward
 log = get_logger(__name__)
 
 
-def build(model: PreTrainedModel, plain: PackedForward, kernels: Kernels | None = None) -> PackedForward:
+class Weights(enum.Enum):
+    """When weights are packed."""
+
+    PACKED = "packed"
+    """Whenever the processor can use it."""
+    EXACT = "exact"
+    """Not in float32, where the packed products round up to twice as much as those of transformers."""
+
+
+def build(
+    model: PreTrainedModel, plain: PackedForward, kernels: Kernels | None = None, weights: Weights = Weights.PACKED
+) -> PackedForward:
     """Take over the weights of `model`, one layer after another, and answer with a pass that uses them.
 
     What is not known is computed by `plain`, the model's own pass, with its linear layers packed; `describe` says what
     and why. `kernels` are compiled ones where there are any.
     """
-    forward = _build(model, plain, kernels)
+    reason = cannot_pack(model.dtype)
+    if reason is None and weights is Weights.EXACT and model.dtype == torch.float32:
+        reason = "no weights, since packed products round more in float32 (execute.forward = 'fused' packs them)"
+    forward = _build(model, plain, kernels or kernels_for(model.dtype), Report(unpacked=reason))
     log.info("forward_built", **{name.replace(" ", "_"): value for name, value in forward.describe().items()})
     return forward
 
 
-def _build(model: PreTrainedModel, plain: PackedForward, kernels: Kernels | None) -> PackedForward:
-    report = Report()
-    reason = cannot_pack(model.dtype)
-    if reason is not None:
-        report.plain[f"whole model ({reason})"] += 1
-        return ReplacedForward(plain, "transformers", report)
-    kernels = kernels or kernels_for(model.dtype)
+def _build(model: PreTrainedModel, plain: PackedForward, kernels: Kernels, report: Report) -> PackedForward:
     if llama.unlike(model) is None:
         return llama.LlamaForward(model, kernels, report)
     if gpt.unlike(model) is None:
@@ -40,5 +51,7 @@ def _build(model: PreTrainedModel, plain: PackedForward, kernels: Kernels | None
     name = type(model).__name__
     known = name.removesuffix("ForCausalLM") in llama.FAMILIES
     report.plain[f"{name} ({llama.unlike(model) if known else gpt.unlike(model)})"] += 1
+    if report.unpacked is not None:
+        return ReplacedForward(plain, "transformers", report)
     replace(model, report)
     return ReplacedForward(plain, "transformers, linear layers packed", report)

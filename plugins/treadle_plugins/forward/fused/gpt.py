@@ -18,7 +18,7 @@ from treadle_plugins.forward.fused.linear import (
     is_linear,
     is_plain,
     linear_of,
-    pack_weight,
+    stored,
     weight_of,
 )
 from treadle_plugins.forward.fused.norm import norm_of
@@ -158,9 +158,9 @@ def _bloom_qkv(module: nn.Module, num_heads: int, report: Report) -> Linear:
         return CalledQKV(module, num_heads)
     weight, bias = weight_of(module), bias_of(module)
     order = torch.arange(len(weight)).view(num_heads, 3, -1).transpose(0, 1).flatten()
-    packed = pack_weight(weight[order], None if bias is None else bias[order], "q+k+v", report)
+    linear = stored(weight[order], None if bias is None else bias[order], "q+k+v", report)
     give_up(module)
-    return packed
+    return linear
 
 
 class CalledQKV(CalledLinear):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
@@ -23,7 +24,7 @@ _LINEAR_WITH = torch.ops.mkldnn._linear_pointwise.binary
 
 
 def cannot_pack(dtype: torch.dtype) -> str | None:
-    """Why oneDNN cannot multiply `dtype` here; None when it can."""
+    """Why weights in `dtype` cannot be packed here; None when they can."""
     if not torch._C._has_mkldnn:
         return "this torch was built without oneDNN"
     if dtype == torch.float32:
@@ -81,8 +82,8 @@ class PackedLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight: torch.Tensor = _PACK(weight.contiguous(), None)
         self._bias = None if bias is None else bias.clone()
-        self.nbytes: int = torch.ops.mkldnn._nbytes(self._weight)
-        """Of the packed weight."""
+        self.nbytes: int = torch.ops.mkldnn._nbytes(self._weight) + (0 if bias is None else bias.nbytes)
+        """Of weight and bias."""
 
     @property
     def weight(self) -> torch.Tensor:
@@ -110,6 +111,32 @@ class PackedLinear:
         """[tokens, out], multiplied by `factor` of that shape."""
         out: torch.Tensor = _LINEAR_WITH(x, factor, self._weight, self._bias, "mul")
         return out
+
+
+class KeptLinear:
+    """A weight [out, in] in its own order, multiplied by torch, which rounds as transformers does."""
+
+    __slots__ = ("_bias", "_weight", "nbytes")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight, self._bias = weight.contiguous(), bias
+        self.nbytes = weight.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, out]."""
+        return functional.linear(x, self._weight, self._bias)
+
+    def activated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """[tokens, out] after `activation`."""
+        return activation.function(self(x))
+
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """[tokens, out], `residual` of that shape added."""
+        return self(x).add_(residual)
+
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """[tokens, out], multiplied by `factor` of that shape."""
+        return self(x).mul_(factor)
 
 
 class CalledLinear:
@@ -150,17 +177,17 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linear_of(module: nn.Module, name: str, report: Report) -> Linear:
-    """`module` packed, its own weight given up; as it is when it is no ordinary linear layer."""
+    """`module` with its weight taken over and packed; as it is when it is no ordinary linear layer."""
     if not is_linear(module):
         report.calls(module, name)
         return CalledLinear(module)
-    return _pack([module], name, report)
+    return _take([module], name, report)
 
 
 def joined(modules: Sequence[nn.Module], name: str, report: Report) -> Linear:
     """The linear layers `modules` as one, their outputs side by side; apart when one of them is no ordinary one."""
     if all(is_linear(module) for module in modules):
-        return _pack(modules, name, report)
+        return _take(modules, name, report)
     return SideBySide([linear_of(module, f"{name}.{number}", report) for number, module in enumerate(modules)])
 
 
@@ -197,23 +224,25 @@ def give_up(module: nn.Module) -> None:
     give_back()
 
 
-def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None, name: str, report: Report) -> PackedLinear:
-    """Pack and put it on record."""
+def stored(weight: torch.Tensor, bias: torch.Tensor | None, name: str, report: Report) -> PackedLinear | KeptLinear:
+    """Packed, unless the report says that weights are not, and put on record."""
+    if report.unpacked is not None:
+        kept = KeptLinear(weight, bias)
+        report.holds(kept)
+        return kept
     packed = PackedLinear(weight, bias)
-    report.packed[name] += 1
-    report.packed_bytes += packed.nbytes
-    report.kept_bytes += 0 if bias is None else bias.nbytes
+    report.packs(packed, name)
     return packed
 
 
-def _pack(modules: Sequence[nn.Module], name: str, report: Report) -> PackedLinear:
+def _take(modules: Sequence[nn.Module], name: str, report: Report) -> Linear:
     weights, biases = [weight_of(module) for module in modules], [bias_of(module) for module in modules]
     weight = weights[0] if len(weights) == 1 else torch.cat(weights)
     bias = None
     if any(part is not None for part in biases):
         parts = [part if part is not None else own.new_zeros(len(own)) for part, own in zip(biases, weights, strict=True)]
         bias = torch.cat(parts)
-    packed = pack_weight(weight, bias, name, report)
+    linear = stored(weight, bias, name, report)
     for module in modules:
         give_up(module)
-    return packed
+    return linear

@@ -6,8 +6,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from treadle_plugins.forward.fused.linear import PackedLinear, bias_of, give_up, is_linear, pack_weight, weight_of
+from treadle_plugins.forward.fused.linear import PackedLinear, bias_of, give_up, is_linear, weight_of
 from treadle_plugins.forward.fused.report import Report
+from treadle_plugins.forward.fused.vocabulary import PackedEmbedding, tied, vocabulary_of
 from treadle_plugins.forward.spec import Attend, PackedForward
 
 
@@ -43,8 +44,23 @@ class ReplacedForward:
         return self._plain(token_ids, positions, rows, attend)
 
 
+class PackedEmbeddingModule(nn.Module):
+    """Stands where an embedding stood whose weight the LM head shares. It has no `weight`."""
+
+    def __init__(self, rows: PackedEmbedding) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] for [...]."""
+        out = self._rows(token_ids.flatten())
+        return out.view(*token_ids.shape, out.shape[1])
+
+
 def replace(model: PreTrainedModel, report: Report) -> None:
-    """Put a packed layer in the place of every linear layer of `model` that shares its weight with nobody."""
+    """Put packed layers in the place of the linear layers of `model`; a weight that two modules share stays as it is,
+    unless they are the embedding and the LM head."""
+    _replace_vocabulary(model, report)
     shared = _shared_weights(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -53,13 +69,25 @@ def replace(model: PreTrainedModel, report: Report) -> None:
             if id(child.weight) in shared:
                 report.plain[f"{name} (shares its weight)"] += 1
                 continue
-            packed = pack_weight(weight_of(child), bias_of(child), name, report)
+            packed = PackedLinear(weight_of(child), bias_of(child))
+            report.packs(packed, name)
             give_up(child)
             setattr(parent, name, PackedModule(packed))
     for module in model.modules():
-        own = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
-        if own and not is_linear(module):
-            report.plain[f"{type(module).__name__}"] += 1
+        if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)) and not is_linear(module):
+            report.plain[type(module).__name__] += 1
+
+
+def _replace_vocabulary(model: PreTrainedModel, report: Report) -> None:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if embedding is None or head is None or not tied(embedding, head):
+        return
+    names = {id(module): name for name, module in model.named_modules()}
+    rows, packed = vocabulary_of(embedding, head, Report())
+    if isinstance(rows, PackedEmbedding) and isinstance(packed, PackedLinear):
+        model.set_submodule(names[id(embedding)], PackedEmbeddingModule(rows))
+        model.set_submodule(names[id(head)], PackedModule(packed))
+        report.packs(packed, "LM head and embedding")
 
 
 def _shared_weights(model: PreTrainedModel) -> set[int]:

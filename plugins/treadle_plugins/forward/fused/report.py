@@ -1,4 +1,4 @@
-"""What was packed and fused, and what was not and why, for `treadle explain`."""
+"""What is packed and fused, and what is not and why, for `treadle explain`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
+    from treadle_plugins.forward.fused.linear import KeptLinear, PackedLinear
+
 
 @dataclass
 class Report:
     """Written while a forward pass is built, read by its `describe`."""
 
+    unpacked: str | None = None
+    """Why all weights stay in the order in which they are; None when they are packed."""
     packed: Counter[str] = field(default_factory=Counter)
     """How many linear layers of each name were packed."""
     packed_bytes: int = 0
@@ -27,6 +31,11 @@ class Report:
         """All of them."""
         return self.packed_bytes + self.kept_bytes
 
+    def packs(self, packed: PackedLinear, name: str) -> None:
+        """Put a packed weight on record."""
+        self.packed[name] += 1
+        self.packed_bytes += packed.nbytes
+
     def keeps(self, module: nn.Module) -> None:
         """Put on record that `module` goes on to be called."""
         self.kept_bytes += sum(parameter.nbytes for parameter in module.parameters())
@@ -36,12 +45,16 @@ class Report:
         self.plain[f"{name} ({type(module).__name__}, called as it is)"] += 1
         self.keeps(module)
 
+    def holds(self, linear: KeptLinear) -> None:
+        """Put on record a weight that is kept in its own order."""
+        self.kept_bytes += linear.nbytes
+
     def facts(self, title: str) -> dict[str, str]:
         """`forward`, `forward packed` and `forward plain`."""
         packed = ", ".join(f"{count} x {name}" for name, count in self.packed.items())
         plain = "; ".join(f"{count} x {name}" for name, count in self.plain.items())
         return {
             "forward": title,
-            "forward packed": f"{packed}: {self.packed_bytes / 1e6:.1f} MB" if packed else "nothing",
+            "forward packed": f"{packed}: {self.packed_bytes / 1e6:.1f} MB" if packed else self.unpacked or "nothing",
             "forward plain": plain or "nothing",
         }

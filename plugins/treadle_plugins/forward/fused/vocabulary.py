@@ -2,7 +2,7 @@
 
 oneDNN packs a weight [out, in] as    [out / block, in / pair, block, pair]
 with pairs of 2 in bfloat16, 1 in float32, and blocks of 16 to 64. Which it chose is found out by comparing, and when no
-guess holds, the embedding keeps its own weight.
+guess holds, both keep the weight as it was.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from treadle_plugins.forward.fused.linear import (
+    CalledLinear,
     Linear,
     PackedLinear,
     bias_of,
@@ -20,7 +21,7 @@ from treadle_plugins.forward.fused.linear import (
     is_linear,
     is_plain,
     linear_of,
-    pack_weight,
+    stored,
     weight_of,
 )
 from treadle_plugins.forward.fused.report import Report
@@ -49,7 +50,7 @@ class PackedEmbedding:
         self._block = block
         pair = 4 // dtype.itemsize
         address = torch.ops.mkldnn.data_ptr(packed.weight)
-        memory = (ctypes.c_char * packed.nbytes).from_address(address)
+        memory = (ctypes.c_char * torch.ops.mkldnn._nbytes(packed.weight)).from_address(address)
         self._pieces = torch.frombuffer(memory, dtype=dtype).view(-1, shape[1] // pair, block, pair)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -59,31 +60,37 @@ class PackedEmbedding:
 
 
 def vocabulary_of(embedding: nn.Module, head: nn.Module, report: Report) -> tuple[Embedding | PackedEmbedding, Linear]:
-    """The embedding and the LM head, packed where they can be; their own weights are given up."""
-    tied = getattr(embedding, "weight", None) is getattr(head, "weight", head)
-    if not (tied and is_linear(head) and type(embedding) is nn.Embedding and is_plain(embedding)):
+    """The embedding and the LM head, packed where they can be; no weight is kept twice."""
+    if not tied(embedding, head):
         report.keeps(embedding)
         return Embedding(embedding), linear_of(head, "LM head", report)
-    weight = weight_of(head)
-    packed = pack_weight(weight, bias_of(head), "LM head and embedding", report)
-    shared = _shared(packed, weight)
-    give_up(head)
-    if shared is None:
-        report.plain["embedding (oneDNN packed the LM head in an unknown order, so it keeps a copy of its own)"] += 1
-        report.keeps(embedding)
-        return Embedding(embedding), packed
-    give_up(embedding)
-    return shared, packed
+    if is_linear(head) and report.unpacked is not None:
+        return Embedding(embedding), stored(weight_of(head), bias_of(head), "LM head", report)
+    if is_linear(head) and type(embedding) is nn.Embedding and is_plain(embedding):
+        packed = PackedLinear(weight_of(head), bias_of(head))
+        shared = _shared(packed, weight_of(head))
+        if shared is not None:
+            report.packs(packed, "LM head and embedding")
+            give_up(head)
+            give_up(embedding)
+            return shared, packed
+    report.calls(head, "LM head, which shares the embedding's weight")
+    return Embedding(embedding), CalledLinear(head)
+
+
+def tied(embedding: nn.Module, head: nn.Module) -> bool:
+    """Whether both have the same weight."""
+    return getattr(embedding, "weight", None) is getattr(head, "weight", head)
 
 
 def _shared(packed: PackedLinear, weight: torch.Tensor) -> PackedEmbedding | None:
     """An embedding that reads `packed` and answers exactly as `weight` would; None when its order is unknown."""
     rows, columns = weight.shape
-    row_bytes = columns * weight.dtype.itemsize
-    if row_bytes % 4 or packed.nbytes % row_bytes or packed.nbytes // row_bytes < rows:
+    row_bytes, num_bytes = columns * weight.dtype.itemsize, torch.ops.mkldnn._nbytes(packed.weight)
+    if row_bytes % 4 or num_bytes % row_bytes or num_bytes // row_bytes < rows:
         return None
     for block in _BLOCKS:
-        if packed.nbytes // row_bytes % block == 0:
+        if num_bytes // row_bytes % block == 0:
             embedding = PackedEmbedding(packed, weight.shape, weight.dtype, block)
             if all(_equal(embedding, weight, first) for first in range(0, rows, _ROWS_AT_ONCE)):
                 return embedding
