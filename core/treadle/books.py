@@ -252,6 +252,12 @@ class Books:
         if evicted.freed:
             self._hook.blocks_freed(step=step, block_ids=evicted.freed)
 
+    def disown(self, step: Step, request: LiveRequest) -> None:
+        """The request could not be computed: its blocks leave the index, shared ones too, as any of them may hold the reason."""
+        indexed = [block_id for block_id in request.held_blocks() if self.pool.record(block_id) is not None]
+        if indexed:
+            self.evict(step, indexed)
+
     def drop(self, step: Step, block_ids: Sequence[int]) -> None:
         """One table fewer holds these blocks."""
         if not block_ids:

@@ -36,6 +36,7 @@ class Committer:
             request = self._books.running[work.request_id]
             error = self._wrong(place, work, outcome)
             if error is not None:
+                self._books.disown(step, request)
                 self._end(step, request, FinishReason.ERROR, error)
                 continue
             if outcome.prompt_logprobs and place in outcome.prompt_logprobs:

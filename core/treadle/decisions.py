@@ -20,12 +20,14 @@ from treadle.contracts import (
     ModelInfo,
     NotBefore,
     Open,
+    PoolSize,
+    PoolSpec,
     Preemption,
     PreemptionMode,
     Refuse,
     Trim,
 )
-from treadle.errors import PluginContractError, PluginError
+from treadle.errors import PluginContractError, PluginError, TreadleError
 from treadle.plugin_manager import PluginManager
 from treadle.request import LiveRequest, Request
 from treadle.step import Step
@@ -64,6 +66,14 @@ class Decisions:
         if not isinstance(answer, Executor):
             self._breach("execute", "answers an Executor", answer)
         return answer
+
+    def open_pool(self, executor: Executor, spec: PoolSpec) -> PoolSize:
+        try:
+            return executor.open_pool(spec)
+        except TreadleError:
+            raise
+        except Exception as error:  # what the executor does not explain is named as its own
+            self._blame("execute", error)
 
     def quantize(self, model: ModelInfo) -> KVFormat:
         answer: object = self._hook.quantize(model=model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,8 +106,8 @@ class Engine:
         if not isinstance(choice.settings, BlockSettings):
             raise ConfigError(f"{choice.offer.label}: the Settings of an allocation strategy must derive from BlockSettings")
         pool = self.settings.root.pool
-        size = self._executor.open_pool(
-            PoolSpec(choice.settings.block_size, kv_format, pool.num_blocks, pool.memory, pool.swap_memory)
+        size = self._decisions.open_pool(
+            self._executor, PoolSpec(choice.settings.block_size, kv_format, pool.num_blocks, pool.memory, pool.swap_memory)
         )
         return BlockPool(size.num_blocks, choice.settings.block_size), SwapSpace(size.num_swap_blocks)
 
@@ -245,6 +246,10 @@ class Engine:
         except Exception as error:  # whatever the executor raises, the other requests go on
             self._pass_failed(step, plan, error)
             return None
+        except BaseException:
+            # an interrupt: who catches it may step on, and must not find blocks in the index that were never written
+            self.books.undo(step)
+            raise
         self.books.close_journal()
         if self._suspects:
             self._suspects.popleft()
@@ -252,17 +257,21 @@ class Engine:
 
     def _pass_failed(self, step: Step, plan: StepPlan, error: Exception) -> None:
         """Undo the step. Its requests are computed one by one next, so that only the one that cannot be computed ends."""
-        log.error("pass_failed", step=step.number, requests=len(plan.works), error=f"{type(error).__name__}: {error}")
+        num_copies = len(plan.swap_out) + len(plan.swap_in)
+        problem = f"{type(error).__name__}: {error}"
+        log.error("pass_failed", step=step.number, requests=len(plan.works), copies=num_copies, error=problem)
         running = {work.request_id: self.books.running[work.request_id] for work in plan.works}
         self.books.undo(step)
-        if len(running) != 1:
-            self._suspects = deque(running.values())
+        if num_copies or len(running) != 1:
+            # with copies nobody is to blame yet: undone, they do not come again, as what they were for is computed anew
+            self._suspects = self._suspects or deque(running.values())
             return
         if self._suspects:
             self._suspects.popleft()
         if not isinstance(error, TreadleError):
-            cause, error = error, ExecutionError(f"the executor failed: {type(error).__name__}: {error}")
+            cause, error = error, ExecutionError(f"the executor failed: {problem}")
             error.__cause__ = cause
+        _let_go(error)
         for request in running.values():
             self._intake.end(step, request, FinishReason.ERROR, error)
 
@@ -418,6 +427,16 @@ def _copied(labels: object) -> dict[str, str]:
 
 def _awaited(item: Handle | Completion) -> Completion:
     return item if isinstance(item, Completion) else item.result()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Empty the frames of a failed pass. They hold its tensors, and the error lives as long as somebody keeps the completion."""
+    seen: list[BaseException] = []
+    # causes only: the context of an error may be one that the caller of the step is handling
+    while error is not None and error not in seen:
+        traceback.clear_frames(error.__traceback__)
+        seen.append(error)
+        error = error.__cause__
 
 
 @contextmanager

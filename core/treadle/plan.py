@@ -78,7 +78,8 @@ class Outcome:
     """What a pass brought.
 
     `tokens[i]` belongs to `plan.works[i]`: empty when `sampling` was None, else one token, plus one for each drafted token that
-    was verified. `errors` maps the index of a work that failed to the reason; its tokens are ignored.
+    was verified. `errors` maps the index of a work that failed to the reason; its tokens are ignored, and none of its blocks
+    stays in the cache.
     """
 
     tokens: tuple[tuple[int, ...], ...]

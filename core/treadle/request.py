@@ -414,6 +414,7 @@ class LiveRequest(Request):
         self._move(Phase.PREEMPTED)
         self._num_preempted += 1
         self._batch = None
+        self._lost_from = self._computed  # nothing is lost, unless what is swapped out is given up before it comes back
         self._swapped = swapped
         self._block_table = self._block_table[:num_blocks]
 

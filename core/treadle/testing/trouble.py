@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
-from treadle.contracts import Admission, Preemption, PreemptionMode
+from treadle.contracts import Admission, PoolSize, PoolSpec, Preemption, PreemptionMode
 from treadle.hookspecs import hookimpl
-from treadle.plan import Outcome, StepPlan
+from treadle.plan import BlockCopy, Outcome, StepPlan, Work
 from treadle.request import Request
 from treadle.step import Step
 from treadle.testing.fake_executor import FakeExecutor, next_token
+
+Site = Literal["open_pool", "swap_out", "swap_in", "write"]
 
 
 class RandomVictims:
@@ -82,3 +85,59 @@ class UnsteadyExecutor(FakeExecutor):
             raise RuntimeError("a passing weakness")
         errors = {place: "reported" for place, work in enumerate(plan.works) if work.request_id in self.report_on}
         return Outcome(outcome.tokens, errors)
+
+
+class FailingExecutor(FakeExecutor):
+    """A fake in which making room, copying a block or writing a request's KV fails, half-way.
+
+    What it was writing holds wrong tokens then, each marked as what belongs there, so that only the tokens of whoever relies on
+    it tell; what would have come behind it in the pass is not touched.
+    """
+
+    def __init__(
+        self, site: Site, at: int, *, times: int | None = 1, error: type[BaseException] = MemoryError, **options: Any
+    ) -> None:
+        """The `at`-th time that something is done at `site` fails, and `times` in all from then on; None: every time."""
+        super().__init__(**options)
+        self.num_failed = 0
+        self._site, self._at, self._times, self._error = site, at, times, error
+        self._num_done = 0
+
+    def mend(self) -> None:
+        """Nothing fails any more."""
+        self._times = 0
+
+    def open_pool(self, spec: PoolSpec) -> PoolSize:
+        """As the fake does, unless told to fail."""
+        if self._fails("open_pool"):
+            self._raise("open_pool")
+        return super().open_pool(spec)
+
+    def _copy(
+        self,
+        copies: Sequence[BlockCopy],
+        sources: list[list[tuple[int, int] | None]],
+        targets: list[list[tuple[int, int] | None]],
+    ) -> None:
+        site: Site = "swap_out" if targets is self._swapped else "swap_in"
+        for source, target in copies:
+            if self._fails(site):
+                targets[target] = [entry and (entry[0] + 1, entry[1]) for entry in sources[source]]
+                self._raise(site)
+            super()._copy([BlockCopy(source, target)], sources, targets)
+
+    def _write(self, work: Work) -> None:
+        if self._fails("write"):
+            super()._write(work._replace(tokens=tuple(token + 1 for token in work.tokens)))
+            self._raise("write")
+        super()._write(work)
+
+    def _fails(self, site: Site) -> bool:
+        if site != self._site:
+            return False
+        self._num_done += 1
+        return self._num_done >= self._at and (self._times is None or self.num_failed < self._times)
+
+    def _raise(self, site: Site) -> None:
+        self.num_failed += 1
+        raise self._error(f"no memory at {site}")

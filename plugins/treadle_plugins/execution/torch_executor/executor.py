@@ -17,6 +17,7 @@ from treadle_plugins.execution.torch_executor import checks, families, interface
 from treadle_plugins.execution.torch_executor.outcomes import ProcessLogits, conclude
 from treadle_plugins.execution.torch_executor.packing import Limits, WorkRows, faults, lay_out_rows, pack
 from treadle_plugins.execution.torch_executor.passes import PlainForward, PoolAttention, Survey, SurveyAttention
+from treadle_plugins.execution.torch_executor.room import asking_for, check_host
 from treadle_plugins.execution.torch_executor.swap import SwapSpace
 from treadle_plugins.forward.spec import PackedForward
 
@@ -90,15 +91,15 @@ class TorchExecutor:
         if num_blocks < 1:
             raise ConfigError(
                 f"no block fits the pool: one block of {spec.block_size} tokens takes {block_bytes} bytes, but "
-                f"memory_bytes is {spec.memory_bytes} and num_blocks {spec.num_blocks}; give it more memory or a "
-                "smaller block size"
+                f"pool.memory is {spec.memory_bytes} and pool.num_blocks {spec.num_blocks}; raise one of them, or lower "
+                "allocate.block_size"
             )
         self._backend = backend
         self._probe(backend, spec)
-        num_swap_blocks = spec.swap_bytes // block_bytes
-        self._allocate(backend, num_blocks, num_swap_blocks, block_bytes)
+        size = PoolSize(num_blocks, spec.swap_bytes // block_bytes)
+        self._allocate(backend, size, block_bytes, "pool.memory" if spec.num_blocks is None else "pool.num_blocks")
         self._limits = self._limits._replace(num_blocks=num_blocks, block_size=spec.block_size)
-        return PoolSize(num_blocks, num_swap_blocks)
+        return size
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Outcome:
@@ -210,20 +211,24 @@ class TorchExecutor:
         if spec.kv_format.history_dependent:
             return
         num_blocks = checks.PROBE_SEQUENCES * -(-checks.PROBE_TOKENS // spec.block_size)
-        backend.allocate(num_blocks)
+        with asking_for(f"the {num_blocks} blocks that the model is tried on", "allocate.block_size"):
+            backend.allocate(num_blocks)
         self._limits = self._limits._replace(num_blocks=num_blocks, block_size=spec.block_size)
         dtype = self._context.facts[0].dtype
-        checks.check_packing(lambda works: self._forward(works, lay_out_rows(works)), self._info, spec.block_size, dtype)
-
-    def _allocate(self, backend: AttentionBackend, num_blocks: int, num_swap_blocks: int, block_bytes: int) -> None:
         try:
-            backend.allocate(num_blocks)
-            self._swap = SwapSpace(backend.tensors(), num_swap_blocks)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"no room for {num_blocks} blocks on {self._device} and {num_swap_blocks} in host memory, of "
-                f"{block_bytes} bytes each; lower num_blocks, memory_bytes or swap_bytes ({error})"
-            ) from error
+            checks.check_packing(lambda works: self._forward(works, lay_out_rows(works)), self._info, spec.block_size, dtype)
+        except TreadleError:
+            raise
+        except Exception as error:
+            raise ModelError(f"{self._kind} cannot compute over blocks of KV: {type(error).__name__}: {error}") from error
+
+    def _allocate(self, backend: AttentionBackend, size: PoolSize, block_bytes: int, lower: str) -> None:
+        pool_bytes, swap_bytes = size.num_blocks * block_bytes, size.num_swap_blocks * block_bytes
+        check_host(pool_bytes if self._device.type == "cpu" else 0, swap_bytes, lower)
+        with asking_for(f"a KV pool of {size.num_blocks} blocks, {pool_bytes} bytes, on {self._device}", lower):
+            backend.allocate(size.num_blocks)
+        with asking_for(f"swap space of {size.num_swap_blocks} blocks, {swap_bytes} bytes, in host memory", "pool.swap_memory"):
+            self._swap = SwapSpace(backend.tensors(), size.num_swap_blocks)
 
 
 def build(

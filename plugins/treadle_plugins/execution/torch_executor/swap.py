@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -29,11 +30,22 @@ class SwapSpace:
 
     def copy_out(self, copies: Sequence[BlockCopy]) -> None:
         """From blocks of the pool to blocks of swap space."""
-        _copy(self._pool, self._host, copies)
+        with _named("out to host memory", copies):
+            _copy(self._pool, self._host, copies)
 
     def copy_in(self, copies: Sequence[BlockCopy]) -> None:
         """From blocks of swap space to blocks of the pool."""
-        _copy(self._host, self._pool, copies)
+        with _named("back from host memory", copies):
+            _copy(self._host, self._pool, copies)
+
+
+@contextmanager
+def _named(way: str, copies: Sequence[BlockCopy]) -> Iterator[None]:
+    """What torch raises says nothing of copies, and a pass has other parts that may fail."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        raise ExecutionError(f"copying {len(copies)} blocks {way} failed: {type(error).__name__}: {error}") from error
 
 
 def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], copies: Sequence[BlockCopy]) -> None:
