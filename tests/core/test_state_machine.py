@@ -46,7 +46,7 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "trim_above": st.sampled_from([None, 1]),
         "trim_to_tokens": st.sampled_from([5, 20]),
     },
-    "order.priority": {"level_s": st.sampled_from([0.005, 10.0]), "preempt": st.booleans()},
+    "order.priority": {"level_s": st.sampled_from([0.005, 10.0]), "preempt": st.sampled_from([True, True, False])},
     "order.shortest_first": {"token_s": st.sampled_from([0.0, 0.001])},
     "admit.continuous": {
         "max_batch_size": small(6),
@@ -79,6 +79,8 @@ SETTINGS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "preempt.auto": {**VICTIM, "copy_us": st.sampled_from([1.0, 200.0, 1e6])},
 }
 """Settings to draw from; strategies that are not named here are used as they come."""
+FAVOURED = {"order": ["priority", "priority"], "preempt": ["swap", "auto"]}
+"""Drawn more often, since what they do needs much else to come together."""
 
 
 @dataclass
@@ -97,12 +99,12 @@ class Setup:
 def setups(draw: st.DrawFn) -> Setup:
     slots: dict[str, Any] = {}
     for slot in SLOTS:
-        name = draw(st.sampled_from(REGISTRY.names(slot)), label=slot)
+        name = draw(st.sampled_from([*REGISTRY.names(slot), *FAVOURED.get(slot, ())]), label=slot)
         table = draw(st.fixed_dictionaries(SETTINGS.get(f"{slot}.{name}", {})), label=f"{slot}.{name}")
         slots[slot] = {"strategy": name, **table}
     return Setup(
         slots,
-        num_blocks=draw(st.integers(2, 12), label="num_blocks"),
+        num_blocks=draw(st.sampled_from([2, 3, 4, 4, 5, 6, 8, 12]), label="num_blocks"),
         num_swap_blocks=draw(st.sampled_from([0, 2, 8]), label="num_swap_blocks"),
         plugins=draw(st.lists(st.sampled_from(sorted(PLUGINS)), unique=True, max_size=3), label="plugins"),
         eos=draw(st.sampled_from([(), (7,)]), label="eos"),
@@ -128,6 +130,8 @@ class Fate:
     cancelled: bool = False
     expected: tuple[int, tuple[int, ...]] | None = None
     """What it must generate, for a prompt of this length: it may be trimmed."""
+    ended: bool = False
+    """Checked after its end, which is once more when all have ended."""
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -209,6 +213,25 @@ class EngineMachine(RuleBasedStateMachine):
         oversized = len(prompt) + (params["max_tokens"] or 1) > limit
         self.fates += [Fate(handle, oversized) for handle in handles]
 
+    @rule(
+        num_requests=st.integers(2, 4),
+        num_steps=st.sampled_from([1, 2, 12]),
+        priorities=st.sampled_from([(0, 0, 0, 0), (0, 1, 2, 2), (0, 2, 0, 2), (1, 0, 2, 1)]),
+        failing=st.booleans(),
+        cache_salt=st.sampled_from([None, None, "salt"]),
+        pin_s=st.sampled_from([None, 0.02]),
+    )
+    def crowd(self, num_requests: int, num_steps: int, priorities: Sequence[int], failing: bool, **options: Any) -> None:
+        """Requests that do not fit together, one after the other: somebody gives way, often to a more urgent one."""
+        blocks = max(1, self.setup.num_blocks // 2)
+        params = {"max_tokens": BLOCK * (blocks - blocks // 2) + 5}
+        for number in range(num_requests):
+            prefix, tail = number % len(PREFIXES), [number] * (BLOCK // 2)
+            num_shared = BLOCK * (blocks // 2)
+            self.submit(prefix, num_shared, tail, params, 1, priority=priorities[number], reuse=True, **options)
+            self.executor.fail_next = self.executor.fail_next or failing
+            self.step_on(num_steps)
+
     @rule(extra=st.integers(0, 40), max_tokens=small(20))
     def submit_too_large(self, extra: int, max_tokens: int) -> None:
         """Refused in the next step, whatever else is going on, and not in the way of others."""
@@ -268,7 +291,9 @@ class EngineMachine(RuleBasedStateMachine):
         pool = self.engine.books.pool
         assert pool.num_used == 0
         assert pool.num_free + pool.num_cached == pool.num_blocks
-        assert all(fate.handle.finished for fate in self.fates)
+        for fate in self.fates:
+            assert fate.handle.finished
+            self._check(fate)
         self.fates.clear()
 
     # --- proof ------------------------------------------------------------------------------------------------------------------
@@ -277,7 +302,8 @@ class EngineMachine(RuleBasedStateMachine):
         until_s = self.engine.step()
         self.engine.check_integrity()
         for fate in self.fates:
-            self._check(fate)
+            if not fate.ended:
+                self._check(fate)
         return until_s
 
     def _num_places(self) -> int:
@@ -291,6 +317,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert tokens == expected[: len(tokens)], f"{request}: {tokens} is not the start of {expected}"
         if not fate.handle.finished:
             return
+        fate.ended = True
         done = fate.handle.completion()
         reason = done.finish_reason
         if reason in (FinishReason.LENGTH, FinishReason.STOP):
