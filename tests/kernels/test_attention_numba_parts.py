@@ -18,13 +18,14 @@ from treadle.errors import ConfigError
 from treadle.plan import Work
 from treadle_plugins.attention.auto import AutoAttentionStrategy
 from treadle_plugins.attention.batch import PackedBatch
-from treadle_plugins.attention.numba_backend import compiled, cpu, jobs, plan, threads
+from treadle_plugins.attention.numba_backend import compiled, jobs, plan
 from treadle_plugins.attention.numba_backend.backend import NumbaAttention
 from treadle_plugins.attention.numba_backend.shape import SEGMENT, KernelShape
 from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec, LayerAttention
 from treadle_plugins.attention.torch_backend import TorchAttention
 from treadle_plugins.attention.with_numba import NumbaAttentionSettings, NumbaAttentionStrategy
 from treadle_plugins.execution.torch_executor.packing import Limits, pack
+from treadle_plugins.kernels import cpu, objects, threads
 
 SPEC = AttentionSpec("cpu", "float32", KVFormat(), 16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)
 
@@ -132,9 +133,9 @@ def test_the_cache_is_asked_for_this_very_code(tmp_path: Path) -> None:
 
 def test_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert compiled.default_cache_dir() == tmp_path / "treadle" / "kernels"
+    assert objects.default_cache_dir() == tmp_path / "treadle" / "kernels"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert compiled.default_cache_dir() == Path.home() / ".cache" / "treadle" / "kernels"
+    assert objects.default_cache_dir() == Path.home() / ".cache" / "treadle" / "kernels"
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------------

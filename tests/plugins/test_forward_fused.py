@@ -20,6 +20,7 @@ from treadle_plugins.execution.torch_executor.testing import (  # noqa: E402
     tiny_executor,
     tiny_model,
 )
+from treadle_plugins.forward.fused import blocked  # noqa: E402
 from treadle_plugins.forward.fused.build import Weights, build  # noqa: E402
 from treadle_plugins.forward.fused.kernels import TorchKernels  # noqa: E402
 from treadle_plugins.forward.fused.linear import cannot_pack  # noqa: E402
@@ -97,7 +98,10 @@ def test_same_logits_and_tokens_in_float32(name: str, make_forward: Any) -> None
 
 @needs_bf16
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bf16_is_no_worse_than_transformers(family: str) -> None:
+@pytest.mark.parametrize("by_onednn", [False, True])
+def test_bf16_is_no_worse_than_transformers(family: str, by_onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_onednn:
+        monkeypatch.setattr(blocked, "host_products", lambda: None)
     exact = tiny_model(tiny_config(family), torch.float32)
     prompt = torch.tensor([(11 * i + 5) % VOCAB_SIZE for i in range(200)])
 

@@ -12,12 +12,13 @@ from treadle_plugins.attention.batch import PackedBatch
 from treadle_plugins.attention.layout import unreadable
 from treadle_plugins.attention.numba_backend import jobs, pool
 from treadle_plugins.attention.numba_backend.call import Call, Workspace, address_of, words
-from treadle_plugins.attention.numba_backend.compiled import default_cache_dir, load
-from treadle_plugins.attention.numba_backend.cpu import host
-from treadle_plugins.attention.numba_backend.pages import advise_large_pages
-from treadle_plugins.attention.numba_backend.threads import Threads
+from treadle_plugins.attention.numba_backend.compiled import load
 from treadle_plugins.attention.spec import AttentionSpec, LayerAttention
 from treadle_plugins.attention.storage import open_sides
+from treadle_plugins.kernels.cpu import host
+from treadle_plugins.kernels.objects import default_cache_dir
+from treadle_plugins.kernels.pages import advise_large_pages
+from treadle_plugins.kernels.threads import Threads
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _HEAD_DIMS = 16

@@ -12,7 +12,7 @@ from treadle_plugins.attention.numba_backend.matrix import load_row
 from treadle_plugins.attention.numba_backend.shape import KernelShape, PackedForm
 from treadle_plugins.attention.numba_backend.sides import row_at, tree
 from treadle_plugins.attention.numba_backend.turn import turn_row
-from treadle_plugins.attention.numba_backend.vectors import F16, F32, I8, I32, Value, Vectors
+from treadle_plugins.kernels.vectors import F16, F32, I8, I32, Value, Vectors
 
 _LARGEST_HALF = 65504.0
 

@@ -11,7 +11,7 @@ from llvmlite import ir
 
 from treadle_plugins.attention.numba_backend import jobs
 from treadle_plugins.attention.numba_backend.shape import KernelShape, PackedForm
-from treadle_plugins.attention.numba_backend.vectors import F16, I8, I16, I64, Value, Vectors
+from treadle_plugins.kernels.vectors import F16, I8, I16, I64, Value, Vectors
 
 
 class Place(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any, TypeVar, cast
 from numba import njit, types
 from numba.extending import intrinsic
 
-from treadle_plugins.attention.numba_backend.cpu import Cpu
-from treadle_plugins.attention.numba_backend.vectors import I64, Value, Vectors
+from treadle_plugins.kernels.cpu import Cpu
+from treadle_plugins.kernels.vectors import I64, Value, Vectors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Step = Callable[[tuple[int, ...]], None]

@@ -22,7 +22,7 @@ from treadle_plugins.attention.numba_backend.shape import (
 from treadle_plugins.attention.numba_backend.sides import fetch, for_each_count, num_steps, num_tokens, row_at
 from treadle_plugins.attention.numba_backend.states import result
 from treadle_plugins.attention.numba_backend.turn import rotate, turn_query
-from treadle_plugins.attention.numba_backend.vectors import COARSE, F32, FINE, I32, I64, Value, Vectors
+from treadle_plugins.kernels.vectors import COARSE, F32, FINE, I32, I64, Value, Vectors
 
 _TOGETHER = 6
 

@@ -10,10 +10,10 @@ import torch
 
 from treadle_plugins.attention.layout import SideFormat, side_of_keys, side_of_values
 from treadle_plugins.attention.numba_backend import jobs
-from treadle_plugins.attention.numba_backend.cpu import Cpu
 from treadle_plugins.attention.numba_backend.shape import PARAMETERS, KernelShape, PackedForm, SideForm
 from treadle_plugins.attention.spec import AttentionSpec
 from treadle_plugins.attention.storage import SideStorage
+from treadle_plugins.kernels.cpu import Cpu
 
 _LANES = 16
 """Elements that share all there is to share: as many as the widest vector has lanes."""

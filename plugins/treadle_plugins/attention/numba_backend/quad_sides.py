@@ -35,7 +35,7 @@ from treadle_plugins.attention.numba_backend.shape import (
 from treadle_plugins.attention.numba_backend.sides import chunks, fetch, for_each_count, num_steps, num_tokens, row_at, tree
 from treadle_plugins.attention.numba_backend.states import result
 from treadle_plugins.attention.numba_backend.turn import rotate, turn_query
-from treadle_plugins.attention.numba_backend.vectors import COARSE, F32, I8, I64, Value, Vectors
+from treadle_plugins.kernels.vectors import COARSE, F32, I8, I64, Value, Vectors
 
 _TOGETHER = 3
 

@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from treadle_plugins.attention.numba_backend.shape import TILE, PackedForm
 from treadle_plugins.attention.numba_backend.sides import row_at, tree
-from treadle_plugins.attention.numba_backend.vectors import F16, F32, I8, I16, I32, I64, Value, Vectors
+from treadle_plugins.kernels.vectors import F16, F32, I8, I16, I32, I64, Value, Vectors
 
 _LARGEST = 127 * 128
 

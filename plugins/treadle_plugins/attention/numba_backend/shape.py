@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from treadle_plugins.attention.numba_backend.cpu import Cpu
+from treadle_plugins.kernels.cpu import Cpu
 
 TILE = 64
 """Tokens whose scores are computed at once."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from treadle_plugins.attention.numba_backend.shape import LINE, PLACES_COUNT, TILE
-from treadle_plugins.attention.numba_backend.vectors import I64, Value, Vectors
+from treadle_plugins.kernels.vectors import I64, Value, Vectors
 
 
 class Keys(Protocol):

@@ -25,7 +25,7 @@ from treadle_plugins.attention.numba_backend.shape import (
 )
 from treadle_plugins.attention.numba_backend.sides import Keys, Values, fetch, num_tokens, row_at
 from treadle_plugins.attention.numba_backend.states import States
-from treadle_plugins.attention.numba_backend.vectors import Value, Vectors
+from treadle_plugins.kernels.vectors import Value, Vectors
 
 Stage = Callable[[int, int, int, int, int, int, int, int], None]
 """(side, job, scratch, state, task, tile, places, following).

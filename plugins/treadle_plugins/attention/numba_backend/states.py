@@ -7,7 +7,7 @@ from collections.abc import Callable
 from treadle_plugins.attention.numba_backend import jobs
 from treadle_plugins.attention.numba_backend.shape import TILE, KernelShape, Scratch
 from treadle_plugins.attention.numba_backend.sides import Values, chunks, row_at, tree
-from treadle_plugins.attention.numba_backend.vectors import F32, I32, LOWEST, Value, Vectors
+from treadle_plugins.kernels.vectors import F32, I32, LOWEST, Value, Vectors
 
 _TWO_LOG2E = 2.8853900817779268
 

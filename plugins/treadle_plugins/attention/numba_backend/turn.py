@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from treadle_plugins.attention.numba_backend import jobs
 from treadle_plugins.attention.numba_backend.shape import PackedForm
-from treadle_plugins.attention.numba_backend.vectors import I64, Value, Vectors
+from treadle_plugins.kernels.vectors import I64, Value, Vectors
 
 Row = Sequence[Value]
 """A head's elements, as vectors of float32."""

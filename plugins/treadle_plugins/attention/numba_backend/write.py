@@ -10,7 +10,7 @@ from treadle_plugins.attention.numba_backend import instructions, jobs
 from treadle_plugins.attention.numba_backend.encode import Encoder
 from treadle_plugins.attention.numba_backend.instructions import inlined, step
 from treadle_plugins.attention.numba_backend.shape import KernelShape, SideForm
-from treadle_plugins.attention.numba_backend.vectors import I8, Value, Vectors
+from treadle_plugins.kernels.vectors import I8, Value, Vectors
 
 _TOGETHER = 16  # tokens that a thread takes at once
 

@@ -1,4 +1,4 @@
-"""Linear layers whose weights oneDNN packed for the processor's matrix units, and those that must be called as they are.
+"""Linear layers whose weights are packed for the processor, by oneDNN or by us, and those that must be called as they are.
 
 The packing does not depend on the number of rows that oneDNN is told to expect (measured, see docs/log.md), so each
 weight is packed once. What oneDNN can do at the end of a product, such as adding the residual, it does there, in float32.
@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
+from treadle_plugins.forward.fused.blocked import BlockedLinear, blocked
 from treadle_plugins.forward.fused.memory import give_back
 from treadle_plugins.forward.fused.report import Report
 
@@ -78,6 +79,8 @@ class PackedLinear:
     """One packed weight [out, in] with an optional bias [out]; the original is no longer needed."""
 
     __slots__ = ("_bias", "_weight", "nbytes")
+    by = "oneDNN"
+    """What multiplies, for `treadle explain`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight: torch.Tensor = _PACK(weight.contiguous(), None)
@@ -113,6 +116,14 @@ class PackedLinear:
         return out
 
 
+Packed = PackedLinear | BlockedLinear
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+    """By us where that is faster, else by oneDNN."""
+    return blocked(weight, bias) or PackedLinear(weight, bias)
+
+
 class KeptLinear:
     """A weight [out, in] in its own order, multiplied by torch, which rounds as transformers does."""
 
@@ -137,6 +148,13 @@ class KeptLinear:
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """[tokens, out], multiplied by `factor` of that shape."""
         return self(x).mul_(factor)
+
+
+def gated(gate: Linear, up: Linear, activation: Activation, x: torch.Tensor) -> torch.Tensor:
+    """`activation` of `gate` times `up`, both of `x`; in one go where that can be."""
+    if activation.name == "swish" and isinstance(up, BlockedLinear) and up.may_be_gated_by(gate):
+        return up.gated(x, gate)
+    return up.times(x, gate.activated(x, activation))
 
 
 class CalledLinear:
@@ -224,13 +242,13 @@ def give_up(module: nn.Module) -> None:
     give_back()
 
 
-def stored(weight: torch.Tensor, bias: torch.Tensor | None, name: str, report: Report) -> PackedLinear | KeptLinear:
+def stored(weight: torch.Tensor, bias: torch.Tensor | None, name: str, report: Report) -> Packed | KeptLinear:
     """Packed, unless the report says that weights are not, and put on record."""
     if report.unpacked is not None:
         kept = KeptLinear(weight, bias)
         report.holds(kept)
         return kept
-    packed = PackedLinear(weight, bias)
+    packed = pack(weight, bias)
     report.packs(packed, name)
     return packed
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from treadle_plugins.forward.fused.kernels import Kernels
-from treadle_plugins.forward.fused.linear import activation_of, is_plain, joined, linear_of
+from treadle_plugins.forward.fused.linear import activation_of, gated, is_plain, joined, linear_of
 from treadle_plugins.forward.fused.norm import norm_of
 from treadle_plugins.forward.fused.report import Report
 from treadle_plugins.forward.fused.vocabulary import vocabulary_of
@@ -78,8 +78,7 @@ class _Layer:
         """The layer's result [tokens, hidden] for what attention gave."""
         x = self._o.plus(attended, x)
         normed = self._norm_mid(x, buffer)
-        gate = self._gate.activated(normed, self._activation)
-        return self._down.plus(self._up.times(normed, gate), x)
+        return self._down.plus(gated(self._gate, self._up, self._activation, normed), x)
 
 
 class LlamaForward:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from treadle_plugins.forward.fused.linear import PackedLinear, bias_of, give_up, is_linear, weight_of
+from treadle_plugins.forward.fused.linear import Packed, bias_of, give_up, is_linear, pack, weight_of
 from treadle_plugins.forward.fused.report import Report
 from treadle_plugins.forward.fused.vocabulary import PackedEmbedding, tied, vocabulary_of
 from treadle_plugins.forward.spec import Attend, PackedForward
@@ -15,7 +15,7 @@ from treadle_plugins.forward.spec import Attend, PackedForward
 class PackedModule(nn.Module):
     """Stands where a linear layer stood. It has no `weight`."""
 
-    def __init__(self, packed: PackedLinear) -> None:
+    def __init__(self, packed: Packed) -> None:
         super().__init__()
         self._packed = packed
 
@@ -69,7 +69,7 @@ def replace(model: PreTrainedModel, report: Report) -> None:
             if id(child.weight) in shared:
                 report.plain[f"{name} (shares its weight)"] += 1
                 continue
-            packed = PackedLinear(weight_of(child), bias_of(child))
+            packed = pack(weight_of(child), bias_of(child))
             report.packs(packed, name)
             give_up(child)
             setattr(parent, name, PackedModule(packed))
@@ -84,7 +84,7 @@ def _replace_vocabulary(model: PreTrainedModel, report: Report) -> None:
         return
     names = {id(module): name for name, module in model.named_modules()}
     rows, packed = vocabulary_of(embedding, head, Report())
-    if isinstance(rows, PackedEmbedding) and isinstance(packed, PackedLinear):
+    if isinstance(rows, PackedEmbedding) and isinstance(packed, Packed):
         model.set_submodule(names[id(embedding)], PackedEmbeddingModule(rows))
         model.set_submodule(names[id(head)], PackedModule(packed))
         report.packs(packed, "LM head and embedding")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-    from treadle_plugins.forward.fused.linear import KeptLinear, PackedLinear
+    from treadle_plugins.forward.fused.linear import KeptLinear, Packed
 
 
 @dataclass
@@ -20,6 +20,8 @@ class Report:
     """Why all weights stay in the order in which they are; None when they are packed."""
     packed: Counter[str] = field(default_factory=Counter)
     """How many linear layers of each name were packed."""
+    products: Counter[str] = field(default_factory=Counter)
+    """How many of them are multiplied by what."""
     packed_bytes: int = 0
     kept_bytes: int = 0
     """Weights that stay as they were: norms, embeddings, modules that are called."""
@@ -31,9 +33,10 @@ class Report:
         """All of them."""
         return self.packed_bytes + self.kept_bytes
 
-    def packs(self, packed: PackedLinear, name: str) -> None:
+    def packs(self, packed: Packed, name: str) -> None:
         """Put a packed weight on record."""
         self.packed[name] += 1
+        self.products[packed.by] += 1
         self.packed_bytes += packed.nbytes
 
     def keeps(self, module: nn.Module) -> None:
@@ -50,11 +53,12 @@ class Report:
         self.kept_bytes += linear.nbytes
 
     def facts(self, title: str) -> dict[str, str]:
-        """`forward`, `forward packed` and `forward plain`."""
+        """`forward`, `forward packed`, `forward products` and `forward plain`."""
         packed = ", ".join(f"{count} x {name}" for name, count in self.packed.items())
         plain = "; ".join(f"{count} x {name}" for name, count in self.plain.items())
         return {
             "forward": title,
             "forward packed": f"{packed}: {self.packed_bytes / 1e6:.1f} MB" if packed else self.unpacked or "nothing",
+            "forward products": ", ".join(f"{count} x {by}" for by, count in self.products.items()) or "torch",
             "forward plain": plain or "nothing",
         }

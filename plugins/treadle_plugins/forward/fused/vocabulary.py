@@ -12,15 +12,18 @@ import ctypes
 import torch
 from torch import nn
 
+from treadle_plugins.forward.fused.blocked import BlockedLinear
 from treadle_plugins.forward.fused.linear import (
     CalledLinear,
     Linear,
+    Packed,
     PackedLinear,
     bias_of,
     give_up,
     is_linear,
     is_plain,
     linear_of,
+    pack,
     stored,
     weight_of,
 )
@@ -45,13 +48,10 @@ class Embedding:
 class PackedEmbedding:
     """Rows of a packed weight, gathered piece by piece."""
 
-    def __init__(self, packed: PackedLinear, shape: torch.Size, dtype: torch.dtype, block: int) -> None:
-        self._packed = packed  # owns the memory that `_pieces` shows
-        self._block = block
-        pair = 4 // dtype.itemsize
-        address = torch.ops.mkldnn.data_ptr(packed.weight)
-        memory = (ctypes.c_char * torch.ops.mkldnn._nbytes(packed.weight)).from_address(address)
-        self._pieces = torch.frombuffer(memory, dtype=dtype).view(-1, shape[1] // pair, block, pair)
+    def __init__(self, packed: Packed, pieces: torch.Tensor) -> None:
+        """`pieces` are [vocabulary / block, hidden / pair, block, pair]."""
+        self._packed = packed  # owns the memory that `pieces` shows
+        self._pieces, self._block = pieces, pieces.shape[2]
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[tokens, hidden] for [tokens]."""
@@ -67,7 +67,7 @@ def vocabulary_of(embedding: nn.Module, head: nn.Module, report: Report) -> tupl
     if is_linear(head) and report.unpacked is not None:
         return Embedding(embedding), stored(weight_of(head), bias_of(head), "LM head", report)
     if is_linear(head) and type(embedding) is nn.Embedding and is_plain(embedding):
-        packed = PackedLinear(weight_of(head), bias_of(head))
+        packed = pack(weight_of(head), bias_of(head))
         shared = _shared(packed, weight_of(head))
         if shared is not None:
             report.packs(packed, "LM head and embedding")
@@ -83,18 +83,28 @@ def tied(embedding: nn.Module, head: nn.Module) -> bool:
     return getattr(embedding, "weight", None) is getattr(head, "weight", head)
 
 
-def _shared(packed: PackedLinear, weight: torch.Tensor) -> PackedEmbedding | None:
+def _shared(packed: Packed, weight: torch.Tensor) -> PackedEmbedding | None:
     """An embedding that reads `packed` and answers exactly as `weight` would; None when its order is unknown."""
+    if isinstance(packed, BlockedLinear):
+        return PackedEmbedding(packed, packed.pieces)
     rows, columns = weight.shape
     row_bytes, num_bytes = columns * weight.dtype.itemsize, torch.ops.mkldnn._nbytes(packed.weight)
     if row_bytes % 4 or num_bytes % row_bytes or num_bytes // row_bytes < rows:
         return None
     for block in _BLOCKS:
         if num_bytes // row_bytes % block == 0:
-            embedding = PackedEmbedding(packed, weight.shape, weight.dtype, block)
+            embedding = PackedEmbedding(packed, _pieces(packed, weight, block))
             if all(_equal(embedding, weight, first) for first in range(0, rows, _ROWS_AT_ONCE)):
                 return embedding
     return None
+
+
+def _pieces(packed: PackedLinear, weight: torch.Tensor, block: int) -> torch.Tensor:
+    """What oneDNN packed, as a tensor, if it is in blocks of this size."""
+    pair = 4 // weight.dtype.itemsize
+    address = torch.ops.mkldnn.data_ptr(packed.weight)
+    memory = (ctypes.c_char * torch.ops.mkldnn._nbytes(packed.weight)).from_address(address)
+    return torch.frombuffer(memory, dtype=weight.dtype).view(-1, weight.shape[1] // pair, block, pair)
 
 
 def _equal(embedding: PackedEmbedding, weight: torch.Tensor, first: int) -> bool:

@@ -28,6 +28,9 @@ class Cpu:
     has_byte_dot: bool
     """It multiplies quads of bytes, unsigned with signed ones, and adds them up as integers."""
 
+    has_tiles: bool = False
+    """It multiplies whole tiles of bf16 (AMX)."""
+
     @property
     def summary(self) -> str:
         """For logs, such as `znver4, 16 lanes, bf16 dot, byte dot`."""
@@ -55,4 +58,5 @@ def describe(name: str, flags: Mapping[str, bool], features: str, llvm_version: 
         has_fma=flags.get("fma", False) or is_arm,
         has_bf16_dot=wide and flags.get("avx512bf16", False) and llvm_version >= _BFLOAT_ARGUMENTS,
         has_byte_dot=wide and flags.get("avx512vnni", False),
+        has_tiles=flags.get("amx-bf16", False),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from treadle.logs import get_logger
-from treadle_plugins.attention.numba_backend.compiled import Kernel
+from treadle_plugins.kernels.objects import Kernel
 
 log = get_logger(__name__)
 

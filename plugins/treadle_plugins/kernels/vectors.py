@@ -13,7 +13,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from treadle_plugins.attention.numba_backend.cpu import Cpu
+from treadle_plugins.kernels.cpu import Cpu
 
 I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F16, F32 = ir.HalfType(), ir.FloatType()
