@@ -165,6 +165,8 @@ def serve(policy: str, num_requests: int, max_tokens: int, num_blocks: int, over
         }
         run.facts["model"] = engine.info.model
         run.facts["block_size"] = engine.info.block_size
+    samples = [json.loads(line) for line in portrait.read_text(encoding="utf-8").splitlines()]
+    run.facts["activations_mb"] = max(sample["memory"].get("activations", 0) for sample in samples) / 2**20
     return run
 
 
@@ -204,16 +206,17 @@ def _replay(run: Run, max_tokens: int, num_blocks: int) -> float | None:
 
 
 def table(runs: Sequence[Run], pools: Sequence[int]) -> str:
-    """A Markdown table; memory is the smallest pool's with the weights."""
-    rows = ["| policy | peak KV, MiB | smallest pool, MiB | with weights, MiB | tok/s | TTFT mean / p95, s | reused tokens |"]
-    rows.append("|---|---|---|---|---|---|---|")
+    """A Markdown table. Blocks that are held and the smallest pool in MiB; peak memory is that pool, weights and activations."""
+    names = ("policy", "KV held at most", "smallest pool", "weights", "activations", "peak memory")
+    rows = [f"| {' | '.join(names)} | tok/s | TTFT mean / p95, s | reused tokens |", "|" + 9 * "---|"]
     for run, blocks in zip(runs, pools, strict=True):
         facts = run.facts
         peak = facts["peak_blocks"] * facts["block_bytes"] / 2**20
         pool = blocks * facts["block_bytes"] / 2**20
+        weights, activations = facts["weights_mb"], facts["activations_mb"]
         rows.append(
-            f"| {run.policy} | {peak:.1f} | {pool:.1f} | {pool + facts['weights_mb']:.0f} | {facts['tokens_per_s']:.0f} | "
-            f"{facts['ttft_mean_s']:.2f} / {facts['ttft_p95_s']:.2f} | {facts['cached_tokens']} |"
+            f"| {run.policy} | {peak:.1f} | {pool:.1f} | {weights:.0f} | {activations:.0f} | {pool + weights + activations:.0f} | "
+            f"{facts['tokens_per_s']:.0f} | {facts['ttft_mean_s']:.2f} / {facts['ttft_p95_s']:.2f} | {facts['cached_tokens']} |"
         )
     return "\n".join(rows)
 
