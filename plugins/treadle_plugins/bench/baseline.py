@@ -213,9 +213,9 @@ def table(runs: Sequence[Run], pools: Sequence[int]) -> str:
         facts = run.facts
         peak = facts["peak_blocks"] * facts["block_bytes"] / 2**20
         pool = blocks * facts["block_bytes"] / 2**20
-        weights, activations = facts["weights_mb"], facts["activations_mb"]
+        weights, grown = facts["weights_mb"], facts["activations_mb"]
         rows.append(
-            f"| {run.policy} | {peak:.1f} | {pool:.1f} | {weights:.0f} | {activations:.0f} | {pool + weights + activations:.0f} | "
+            f"| {run.policy} | {peak:.1f} | {pool:.1f} | {weights:.0f} | {grown:.0f} | {pool + weights + grown:.0f} | "
             f"{facts['tokens_per_s']:.0f} | {facts['ttft_mean_s']:.2f} / {facts['ttft_p95_s']:.2f} | {facts['cached_tokens']} |"
         )
     return "\n".join(rows)
