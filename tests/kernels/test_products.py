@@ -17,6 +17,7 @@ pytest.importorskip("numba")
 from treadle_plugins.forward.fused import blocked, linear, products  # noqa: E402  # after the skips
 from treadle_plugins.forward.fused.blocked import BlockedLinear, Products  # noqa: E402
 from treadle_plugins.forward.fused.linear import Activation, PackedLinear  # noqa: E402
+from treadle_plugins.forward.fused.report import Report  # noqa: E402
 from treadle_plugins.kernels import cpu  # noqa: E402
 
 needs_dot = pytest.mark.skipif(not cpu.host().has_bf16_dot, reason="this processor does not multiply pairs of bfloat16")
@@ -148,8 +149,9 @@ def test_weights_that_are_not_for_it_are_packed_by_onednn(monkeypatch: pytest.Mo
     assert blocked.blocked(numbers(40, 64), None) is None
     assert blocked.blocked(numbers(48, 48), None) is None
     assert blocked.blocked(numbers(48, 64).float(), None) is None
+    assert isinstance(linear.pack(numbers(48, 64), None, Report(own_products=False)), PackedLinear)
     monkeypatch.setattr(blocked, "host_products", lambda: None)
-    assert isinstance(linear.pack(numbers(48, 64), None), PackedLinear)
+    assert isinstance(linear.pack(numbers(48, 64), None, Report()), PackedLinear)
 
 
 @pytest.mark.parametrize(("changes", "expected"), [({}, True), ({"has_tiles": True}, False), ({"has_bf16_dot": False}, False)])

@@ -20,7 +20,6 @@ from treadle_plugins.execution.torch_executor.testing import (  # noqa: E402
     tiny_executor,
     tiny_model,
 )
-from treadle_plugins.forward.fused import blocked  # noqa: E402
 from treadle_plugins.forward.fused.build import Weights, build  # noqa: E402
 from treadle_plugins.forward.fused.kernels import TorchKernels  # noqa: E402
 from treadle_plugins.forward.fused.linear import cannot_pack  # noqa: E402
@@ -64,6 +63,10 @@ def reference(model: Any, plain: PackedForward) -> PackedForward:
     return build(model, plain, TorchKernels())
 
 
+def onednn(model: Any, plain: PackedForward) -> PackedForward:
+    return build(model, plain, weights=Weights.ONEDNN)
+
+
 def exact(model: Any, plain: PackedForward) -> PackedForward:
     return build(model, plain, weights=Weights.EXACT)
 
@@ -98,10 +101,8 @@ def test_same_logits_and_tokens_in_float32(name: str, make_forward: Any) -> None
 
 @needs_bf16
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("by_onednn", [False, True])
-def test_bf16_is_no_worse_than_transformers(family: str, by_onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if by_onednn:
-        monkeypatch.setattr(blocked, "host_products", lambda: None)
+@pytest.mark.parametrize("make_forward", [compiled, onednn])
+def test_bf16_is_no_worse_than_transformers(family: str, make_forward: Any) -> None:
     exact = tiny_model(tiny_config(family), torch.float32)
     prompt = torch.tensor([(11 * i + 5) % VOCAB_SIZE for i in range(200)])
 
@@ -122,6 +123,6 @@ def test_bf16_is_no_worse_than_transformers(family: str, by_onednn: bool, monkey
 
     truth = logits(copy.deepcopy(exact))
     plain = (logits(copy.deepcopy(exact).bfloat16()) - truth).norm()
-    fused = (logits(exact.bfloat16(), compiled) - truth).norm()
+    fused = (logits(exact.bfloat16(), make_forward) - truth).norm()
     print(f"{family}: error in bfloat16 {float(fused):.3g}, transformers' own {float(plain):.3g}")
     assert fused <= 1.1 * plain

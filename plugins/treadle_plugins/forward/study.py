@@ -1,11 +1,12 @@
 """Time of a forward pass by number of tokens, attention left out: `python -m treadle_plugins.forward.study`.
 
-Compares transformers' own pass, the same under `torch.compile`, and the fused one. On a busy machine take one thread:
-then what is told is the thread's own time, which neighbours hardly change.
+Compares transformers' own pass, the same under `torch.compile`, the fused one with oneDNN's products, and the fused one as it is.
+On a busy machine take one thread: then what is told is the thread's own time, which neighbours hardly change.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,11 @@ class Study:
             self._report("plain", lambda ids, positions, rows: plain(ids, positions, rows, alone))
         if "compiled" in self._variants:
             self._compiled(model)
-        from treadle_plugins.forward.fused.build import build
+        from treadle_plugins.forward.fused.build import Weights, build
+
+        if "onednn" in self._variants:
+            by_onednn = build(copy.deepcopy(model), plain, weights=Weights.ONEDNN)
+            self._report("onednn", lambda ids, positions, rows: by_onednn(ids, positions, rows, alone))
 
         started = time.perf_counter()
         fused = build(model, plain)
@@ -111,7 +116,7 @@ def alone(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.T
 @click.option("--threads", default=1, show_default=True)
 @click.option("--variant", "variants", multiple=True, default=["plain", "fused"], show_default=True)
 def main(model: str, dtype: str, threads: int, variants: tuple[str, ...]) -> None:
-    """Print a line for each variant (plain, compiled, fused) and number of tokens."""
+    """Print a line for each variant (plain, compiled, onednn, fused) and number of tokens."""
     execute = {"strategy": "torch", "device": "cpu", "dtype": dtype, "num_threads": threads}
     with Engine.load(model=model, plugins=[Study(variants, threads)], execute=execute, pool={"num_blocks": 64}):
         pass

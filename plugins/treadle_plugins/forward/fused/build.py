@@ -23,6 +23,8 @@ class Weights(enum.Enum):
 
     PACKED = "packed"
     """Whenever the processor can use it."""
+    ONEDNN = "onednn"
+    """The same, but by oneDNN alone, for comparison."""
     EXACT = "exact"
     """Not in float32, where the packed products round up to twice as much as those of transformers."""
 
@@ -38,7 +40,7 @@ def build(
     reason = cannot_pack(model.dtype)
     if reason is None and weights is Weights.EXACT and model.dtype == torch.float32:
         reason = "no weights, since packed products round more in float32 (execute.forward = 'fused' packs them)"
-    forward = _build(model, plain, kernels or kernels_for(model.dtype), Report(unpacked=reason))
+    forward = _build(model, plain, kernels or kernels_for(model.dtype), Report(reason, weights is not Weights.ONEDNN))
     log.info("forward_built", **{name.replace(" ", "_"): value for name, value in forward.describe().items()})
     return forward
 

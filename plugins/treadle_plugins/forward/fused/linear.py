@@ -119,9 +119,10 @@ class PackedLinear:
 Packed = PackedLinear | BlockedLinear
 
 
-def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> Packed:
+def pack(weight: torch.Tensor, bias: torch.Tensor | None, report: Report) -> Packed:
     """By us where that is faster, else by oneDNN."""
-    return blocked(weight, bias) or PackedLinear(weight, bias)
+    own = blocked(weight, bias) if report.own_products else None
+    return own or PackedLinear(weight, bias)
 
 
 class KeptLinear:
@@ -248,7 +249,7 @@ def stored(weight: torch.Tensor, bias: torch.Tensor | None, name: str, report: R
         kept = KeptLinear(weight, bias)
         report.holds(kept)
         return kept
-    packed = pack(weight, bias)
+    packed = pack(weight, bias, report)
     report.packs(packed, name)
     return packed
 

@@ -69,7 +69,7 @@ def replace(model: PreTrainedModel, report: Report) -> None:
             if id(child.weight) in shared:
                 report.plain[f"{name} (shares its weight)"] += 1
                 continue
-            packed = pack(weight_of(child), bias_of(child))
+            packed = pack(weight_of(child), bias_of(child), report)
             report.packs(packed, name)
             give_up(child)
             setattr(parent, name, PackedModule(packed))
@@ -83,7 +83,7 @@ def _replace_vocabulary(model: PreTrainedModel, report: Report) -> None:
     if embedding is None or head is None or not tied(embedding, head):
         return
     names = {id(module): name for name, module in model.named_modules()}
-    rows, packed = vocabulary_of(embedding, head, Report())
+    rows, packed = vocabulary_of(embedding, head, Report(own_products=report.own_products))
     if isinstance(rows, PackedEmbedding) and isinstance(packed, Packed):
         model.set_submodule(names[id(embedding)], PackedEmbeddingModule(rows))
         model.set_submodule(names[id(head)], PackedModule(packed))

@@ -18,6 +18,8 @@ class Report:
 
     unpacked: str | None = None
     """Why all weights stay in the order in which they are; None when they are packed."""
+    own_products: bool = True
+    """Whether our own kernel multiplies where it can."""
     packed: Counter[str] = field(default_factory=Counter)
     """How many linear layers of each name were packed."""
     products: Counter[str] = field(default_factory=Counter)

@@ -67,7 +67,7 @@ def vocabulary_of(embedding: nn.Module, head: nn.Module, report: Report) -> tupl
     if is_linear(head) and report.unpacked is not None:
         return Embedding(embedding), stored(weight_of(head), bias_of(head), "LM head", report)
     if is_linear(head) and type(embedding) is nn.Embedding and is_plain(embedding):
-        packed = pack(weight_of(head), bias_of(head))
+        packed = pack(weight_of(head), bias_of(head), report)
         shared = _shared(packed, weight_of(head))
         if shared is not None:
             report.packs(packed, "LM head and embedding")
