@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from treadle.errors import ExecutionError
 from treadle.plan import Work
-from treadle_plugins.attention.batch import PackedBatch, ragged_arange
+from treadle_plugins.attention.batch import PackedBatch
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Limits(NamedTuple):
@@ -71,34 +74,48 @@ def lay_out_rows(works: Sequence[Work]) -> list[WorkRows]:
 
 
 def pack(works: Sequence[Work], rows: Sequence[WorkRows], limits: Limits, device: torch.device) -> PackedBatch:
-    """The works' tokens behind one another. Token ids and positions out of range give way to the nearest valid ones."""
+    """The works' tokens behind one another. Token ids and positions out of range give way to the nearest valid ones.
+
+    Worked out with numpy, whose small operations take a fraction of the time that torch's take.
+    """
     block_size = limits.block_size
-    counts = [len(work.tokens) for work in works]
-    starts = tuple(work.start for work in works)
-    contexts = tuple(start + count for start, count in zip(starts, counts, strict=True))
-    bounds = tuple(accumulate(counts, initial=0))
-    needed = [-(-context // block_size) for context in contexts]
-    table_bounds = torch.tensor(list(accumulate(needed, initial=0)))
-    tables = torch.tensor(list(chain.from_iterable(w.block_table[:n] for w, n in zip(works, needed, strict=True))))
-    owners = torch.arange(len(works)).repeat_interleave(torch.tensor(counts))
-    positions = ragged_arange(torch.tensor(counts)) + torch.tensor(starts)[owners]
-    token_ids = torch.tensor(list(chain.from_iterable(work.tokens for work in works)))
+    counts = np.array([len(work.tokens) for work in works], np.int64)
+    starts = np.array([work.start for work in works], np.int64)
+    contexts = starts + counts
+    bounds = _bounds(counts)
+    needed = -(-contexts // block_size)
+    table_bounds = _bounds(needed)
+    blocks = chain.from_iterable(work.block_table[:n] for work, n in zip(works, needed.tolist(), strict=True))
+    tables = np.fromiter(blocks, np.int64, int(table_bounds[-1]))
+    token_ids = np.fromiter(chain.from_iterable(work.tokens for work in works), np.int64, int(bounds[-1]))
+    positions = np.arange(len(token_ids)) + np.repeat(starts - bounds[:-1], counts)
+
+    def tensor(numbers: Numbers) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(device)
+
     return PackedBatch(
         block_size=block_size,
-        token_ids=token_ids.clamp(0, limits.vocab_size - 1).to(device),
-        positions=positions.clamp(max=limits.max_length - 1).to(device),
-        slot_blocks=tables[table_bounds[owners] + positions // block_size].to(device),
-        slot_offsets=(positions % block_size).to(device),
-        sequence_starts=torch.tensor(starts, device=device),
-        sequence_contexts=torch.tensor(contexts, device=device),
-        token_bounds=torch.tensor(bounds, device=device),
-        tables=tables.to(device),
-        table_bounds=table_bounds.to(device),
-        logit_rows=_logit_rows(rows, bounds).to(device),
-        starts=starts,
-        contexts=contexts,
-        bounds=bounds,
+        token_ids=tensor(token_ids.clip(0, limits.vocab_size - 1)),
+        positions=tensor(positions.clip(max=limits.max_length - 1)),
+        slot_blocks=tensor(tables[np.repeat(table_bounds[:-1], counts) + positions // block_size]),
+        slot_offsets=tensor(positions % block_size),
+        sequence_starts=tensor(starts),
+        sequence_contexts=tensor(contexts),
+        token_bounds=tensor(bounds),
+        tables=tensor(tables),
+        table_bounds=tensor(table_bounds),
+        logit_rows=tensor(_logit_rows(rows, bounds)),
+        starts=tuple(starts.tolist()),
+        contexts=tuple(contexts.tolist()),
+        bounds=tuple(bounds.tolist()),
     )
+
+
+def _bounds(counts: Numbers) -> Numbers:
+    """Where each part begins, and behind the last one."""
+    bounds = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=bounds[1:])
+    return bounds
 
 
 def _check(work: Work, end: int, limits: Limits) -> None:
@@ -131,9 +148,10 @@ def _num_prompt_rows(work: Work) -> int:
     return max(0, prompt_end - work.start - 1)
 
 
-def _logit_rows(rows: Sequence[WorkRows], bounds: Sequence[int]) -> torch.Tensor:
+def _logit_rows(rows: Sequence[WorkRows], bounds: Numbers) -> Numbers:
     """[rows], each row's token within the step: first the sampled ones of all works, then those for prompt tokens."""
-    counts = torch.tensor([row.count for row in rows] + [row.prompt_count for row in rows], dtype=torch.int64)
+    counts = np.array([row.count for row in rows] + [row.prompt_count for row in rows], np.int64)
     sampled = [bounds[row.index + 1] - row.count for row in rows]
-    firsts = torch.tensor(sampled + [bounds[row.index] for row in rows], dtype=torch.int64)
-    return firsts.repeat_interleave(counts) + ragged_arange(counts)
+    firsts = np.array(sampled + [bounds[row.index] for row in rows], np.int64)
+    places = _bounds(counts)
+    return np.repeat(firsts - places[:-1], counts) + np.arange(places[-1])
