@@ -57,6 +57,7 @@ def test_memory_is_told_by_part(tmp_path: Path) -> None:
         engine.drain()
     memory = read_samples(tmp_path / "p.jsonl")[0]["memory"]
     assert memory["kv_pool"] > 2**29
+    assert memory["activations"] < memory["kv_pool"]
     assert memory["resident"] > 2**20
 
 

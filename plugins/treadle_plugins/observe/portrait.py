@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -75,6 +75,8 @@ class Portrait:
         self._rss_at_start = 0
         self._num_tokens = 0
         self._num_preempted = 0
+        self._written: set[int] = set()
+        """Blocks that were ever in use: a system gives memory of a pool to those alone."""
 
     @hookimpl
     def engine_started(self, engine: EngineInfo) -> None:
@@ -88,6 +90,11 @@ class Portrait:
         self._engine = engine
         self._began_s = self._due_s = engine.clock.now()
         self._rss_at_start = resident_bytes()
+
+    @hookimpl
+    def blocks_allocated(self, block_ids: Sequence[int]) -> None:
+        """Remember them."""
+        self._written.update(block_ids)
 
     @hookimpl
     def request_preempted(self) -> None:
@@ -132,14 +139,15 @@ class Portrait:
             blocks_cached=report.blocks_cached,
             blocks_free=report.blocks_free,
             blocks_fragmented=_fragmented([pool.is_free(block_id) for block_id in range(pool.num_blocks)]),
-            memory=self._memory(self._engine),
+            memory=self._memory(self._engine, len(self._written) / pool.num_blocks),
         )
 
-    def _memory(self, engine: EngineInfo) -> dict[str, int]:
-        """Parts that the executor knows; what the process has grown by since start-up; and the rest of it."""
+    def _memory(self, engine: EngineInfo, share_written: float) -> dict[str, int]:
+        """Parts that the executor knows; what the process has grown by since start-up, but for the pool; and the rest of it."""
         parts = dict(engine.memory())
         resident = resident_bytes()
-        parts["activations"] = max(0, resident - self._rss_at_start)
+        written = int(parts.get("kv_pool", 0) * share_written)
+        parts["activations"] = max(0, resident - self._rss_at_start - written)
         parts["rest"] = max(0, self._rss_at_start - parts.get("weights", 0))
         parts["resident"] = resident
         return parts
