@@ -20,7 +20,7 @@ from treadle_plugins.attention.auto import AutoAttentionStrategy
 from treadle_plugins.attention.batch import PackedBatch
 from treadle_plugins.attention.numba_backend import compiled, jobs, plan
 from treadle_plugins.attention.numba_backend.backend import NumbaAttention
-from treadle_plugins.attention.numba_backend.shape import SEGMENT, KernelShape
+from treadle_plugins.attention.numba_backend.shape import ROWS, SEGMENT, KernelShape
 from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec, LayerAttention
 from treadle_plugins.attention.torch_backend import TorchAttention
 from treadle_plugins.attention.with_numba import NumbaAttentionSettings, NumbaAttentionStrategy
@@ -43,12 +43,14 @@ def attended(backend: AttentionBackend) -> torch.Tensor:
     return backend.attend(0, q, batch, LayerAttention(0.25))
 
 
-def batch_of(spans: list[tuple[int, int]]) -> PackedBatch:
-    tables, first = [], 0
+def batch_of(spans: list[tuple[int, int]], common: int = 0) -> PackedBatch:
+    """All have their first `common` blocks in common, as far as they have any."""
+    tables, first = [], common
     for start, count in spans:
         blocks = -(-(start + count) // SPEC.block_size)
-        tables.append(tuple(range(first, first + blocks)))
-        first += blocks
+        own = max(0, blocks - common)
+        tables.append((*range(min(blocks, common)), *range(first, first + own)))
+        first += own
     works = [Work("r", start, (1,) * count, table, None) for (start, count), table in zip(spans, tables, strict=True)]
     return pack(works, [], Limits(10, 1 << 20, first, SPEC.block_size), torch.device("cpu"))
 
@@ -209,31 +211,121 @@ def test_processors_are_told_apart() -> None:
 # --- tasks ------------------------------------------------------------------------------------------------------------------
 
 
-def covered(made: plan.Plan) -> dict[tuple[int, int], set[int]]:
-    """For each token and query head, the segments that some task computes; each once."""
-    seen: dict[tuple[int, int], set[int]] = {}
+Row = tuple[int, int]
+"""A token of the step, and a query head."""
+
+
+def rows_of(task: list[int]) -> list[Row]:
+    """The rows of a task, or of a set, in the order in which their states lie."""
+    tokens = range(task[jobs.TOKEN], task[jobs.TOKEN] + task[jobs.COUNT])
+    return list(itertools.product(tokens, range(task[jobs.QUERY_HEAD], task[jobs.QUERY_HEAD] + task[jobs.GROUP])))
+
+
+def covered(made: plan.Plan) -> dict[Row, set[int]]:
+    """For each row, the segments that some task computes; each once."""
+    seen: dict[Row, set[int]] = {}
     for task in made.tasks.tolist():
-        for token in range(task[jobs.TOKEN], task[jobs.TOKEN] + task[jobs.COUNT]):
-            for head in range(task[jobs.QUERY_HEAD], task[jobs.QUERY_HEAD] + task[jobs.GROUP]):
-                segments = set(range(task[jobs.FROM], task[jobs.TO]))
-                assert not segments & seen.setdefault((token, head), set())
-                seen[token, head] |= segments
+        assert task[jobs.COUNT] * task[jobs.GROUP] <= ROWS
+        for row in rows_of(task):
+            segments = set(range(task[jobs.FROM], task[jobs.TO]))
+            assert not segments & seen.setdefault(row, set())
+            seen[row] |= segments
     return seen
+
+
+def joined(made: plan.Plan) -> dict[Row, list[int]]:
+    """For each row of a set, the segments that are joined, in this order: each counted for the set by who computes it."""
+    states: dict[int, tuple[Row, int]] = {}
+    counted: list[list[int]] = [[] for _ in made.sets]
+    for task in made.tasks.tolist():
+        if task[jobs.NUM_SETS]:
+            assert task[jobs.TO] == task[jobs.FROM] + 1
+            for place, row in enumerate(rows_of(task), task[jobs.STATES]):
+                assert place not in states
+                states[place] = row, task[jobs.FROM]
+            sets = made.sets[task[jobs.SET] : task[jobs.SET] + task[jobs.NUM_SETS]].tolist()
+            assert list(itertools.chain.from_iterable(map(rows_of, sets))) == rows_of(task)
+            assert all(parts[jobs.HEAD] == task[jobs.HEAD] for parts in sets)
+            for number in range(len(sets)):
+                counted[task[jobs.SET] + number].append(task[jobs.FROM])
+    assert sorted(states) == list(range(made.num_states))
+    found: dict[Row, list[int]] = {}
+    for parts, segments in zip(made.sets.tolist(), counted, strict=True):
+        places = made.places[parts[jobs.FIRST_PLACE] : parts[jobs.FIRST_PLACE] + parts[jobs.NUM_PARTS]].tolist()
+        for index, row in enumerate(rows_of(parts)):
+            assert all(states[place + index][0] == row for place in places)
+            found[row] = [states[place + index][1] for place in places]
+            assert found[row] == sorted(segments)
+    return found
+
+
+SPANS = [(5000, 1), (0, 700), (100, 3), (0, 1)]
+SHARING = [(600 + 9 * n, 1) for n in range(30)] + [
+    (530, 1),
+    (511, 1),
+    (512, 3),
+    (800, 2),
+    (2000, 1),
+    (300, 40),
+    (300, 1),
+    (255, 1),
+]
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 2), (9, 3), (71, 1)])
 @pytest.mark.parametrize("num_threads", [1, 2, 8])
 @pytest.mark.parametrize("window", [None, 1, 300])
-def test_tasks_cover_all_there_is_to_see_once(num_heads: int, num_kv_heads: int, num_threads: int, window: int | None) -> None:
-    spans = [(5000, 1), (0, 700), (100, 3), (0, 1)]
-    batch = batch_of(spans)
-    seen = covered(plan.make(batch, plan.Heads(num_heads, num_kv_heads), window, num_threads))
+@pytest.mark.parametrize("common", [0, 16, 40])
+def test_tasks_cover_all_there_is_to_see_once(
+    num_heads: int, num_kv_heads: int, num_threads: int, window: int | None, common: int
+) -> None:
+    spans = SPANS + SHARING if common else SPANS
+    batch = batch_of(spans, common)
+    made = plan.make(batch, plan.Heads(num_heads, num_kv_heads), window, num_threads)
+    seen, joins = covered(made), joined(made)
     assert len(seen) == batch.num_tokens * num_heads
+    assert all(seen[row] == set(segments) for row, segments in joins.items())
     for index, (start, count) in enumerate(spans):
         for token in range(count):
             first = 0 if window is None else max(0, start + token + 1 - window)
             needed = set(range(first // SEGMENT, (start + token) // SEGMENT + 1))
             assert needed <= seen[batch.bounds[index] + token, num_heads - 1]
+
+
+def shared_tasks(made: plan.Plan) -> list[tuple[int, int, int]]:
+    """First token, tokens and segment of tasks for several sequences, of the first head."""
+    several = (task for task in made.tasks.tolist() if task[jobs.NUM_SETS] > 1 and task[jobs.QUERY_HEAD] == 0)
+    return sorted((task[jobs.TOKEN], task[jobs.COUNT], task[jobs.FROM]) for task in several)
+
+
+def test_what_neighbours_share_is_computed_once() -> None:
+    heads = plan.Heads(9, 3)
+    assert shared_tasks(plan.make(batch_of([(600, 1)] * 24, 32), heads, None, 1)) == [
+        (first, 12, segment) for first in (0, 12) for segment in (0, 1)
+    ]
+    uneven = batch_of([(600, 1), (600, 1), (500, 1), (0, 30), (600, 3), (600, 2), (200, 1), (600, 1), (511, 1)], 40)
+    assert shared_tasks(plan.make(uneven, heads, None, 1)) == [(0, 2, 1), (0, 3, 0), (33, 5, 0), (33, 5, 1), (39, 2, 0)]
+
+
+@pytest.mark.parametrize(
+    ("spans", "common", "how"),
+    [
+        ([(600, 1)] * 3, 0, {}),
+        ([(600, 1)] * 3, 15, {}),
+        ([(255, 1)] * 3, 15, {}),
+        ([(600, 1), (0, 9), (600, 1)], 40, {}),
+        ([(8000, 1)] * 3, 16, {}),
+        ([(600, 40)] * 3, 16, {}),
+        ([(600, 1)] * 3, 40, {"window": 10_000}),
+        ([(600, 1)] * 3, 40, {"has_slopes": True}),
+        ([(600, 1)] * 3, 40, {"heads": plan.Heads(25, 1)}),
+    ],
+)
+def test_where_nothing_can_be_shared_or_little(spans: list[tuple[int, int]], common: int, how: dict[str, Any]) -> None:
+    ways: dict[str, Any] = {"heads": plan.Heads(9, 3), "window": None, "num_threads": 1} | how
+    made = plan.make(batch_of(spans, common), **ways)
+    assert not shared_tasks(made)
+    assert not len(made.sets)
 
 
 def test_one_long_sequence_keeps_all_threads_busy() -> None:

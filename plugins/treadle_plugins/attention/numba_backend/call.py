@@ -70,10 +70,13 @@ class Call:
         """Fill in what all layers of the step share, unless that is done."""
         if self._plan is not None:
             return
-        made = self._plan = plan.make(batch, self._heads, self._how.window, num_threads)
+        made = self._plan = plan.make(
+            batch, self._heads, self._how.window, num_threads, has_slopes=self._how.alibi_slopes is not None
+        )
         job = self.job
         job[jobs.NUM_TASKS], job[jobs.TASKS] = len(made.tasks), made.tasks.ctypes.data
-        self._workspace.grow(num_threads, made.num_states, made.num_counters)
+        job[jobs.SETS], job[jobs.PLACES] = made.sets.ctypes.data, made.places.ctypes.data
+        self._workspace.grow(num_threads, made.num_states, len(made.sets))
         job[jobs.TABLES] = batch.tables.data_ptr()
         self.is_small = made.cost < _SMALL_COST
 

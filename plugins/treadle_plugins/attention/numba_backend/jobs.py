@@ -25,8 +25,10 @@ CAP = 16  # 0 or 1
 CAP_IN = 17  # float32
 CAP_OUT = 18  # float32
 PARTS = 19  # states of segments that are joined later
-COUNTERS = 20  # for each set of parts, how many are done
-ATTEND_WORDS = 21
+SETS = 20  # [num_sets, SET_WORDS], of parts
+PLACES = 21  # where the parts of each set lie among all
+COUNTERS = 22  # [num_sets], how many parts are done
+ATTEND_WORDS = 23
 
 # A job of writing: keys, then values
 WRITTEN_TOKENS = 4
@@ -53,7 +55,8 @@ FACTORS = 6  # [head_dim] float32, for turning
 CENTERS = 7
 HEAD_WORDS = 16
 
-# A task of attention: a few query tokens and query heads of one KV head of one sequence, some segments of the context
+# A task of attention: a few query tokens and query heads of one KV head, some segments of the context. The tokens belong to one
+# sequence, or to several that have the segment in the same blocks, before all of the tokens.
 TOKEN = 0  # the first query token, within the step
 COUNT = 1
 HEAD = 2
@@ -63,8 +66,12 @@ TABLE = 5  # where the sequence's block table starts
 POSITION = 6  # of the first query token
 FROM = 7  # first segment
 TO = 8  # behind the last segment
-NUM_PARTS = 9  # tasks that share these queries; 1 when this is all of it
-PART = 10  # place of this task's states among the parts
-FIRST_PART = 11  # place of the first such task's states
-COUNTER = 12
-TASK_WORDS = 13
+NUM_SETS = 9  # sets that this task computes one part of each for; 0 when this is all there is to see
+SET = 10  # the first of them
+STATES = 11  # place of this task's states among the parts
+TASK_WORDS = 12
+
+# A set of parts, the states of one segment each, for a few query tokens of one sequence: TOKEN to GROUP as a task has them
+NUM_PARTS = 5
+FIRST_PLACE = 6  # among the places: where the set's own start, one for each part, in order
+SET_WORDS = 7

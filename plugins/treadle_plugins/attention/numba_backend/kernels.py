@@ -43,14 +43,24 @@ def _attend(shape: KernelShape, all_stages: stages.Stages, all_tiles: AllTiles) 
     scratch_bytes, total_at, state_bytes = scratch.num_bytes, scratch.total, shape.state_bytes
 
     @inlined
-    def join_parts(job: int, scratch: int, task: int, head: int) -> None:
-        """What the last of several tasks does that share their queries."""
-        rows = word((task, jobs.COUNT)) * word((task, jobs.GROUP))
-        total = word((job, jobs.PARTS)) + word((task, jobs.FIRST_PART)) * state_bytes
-        for part in range(1, word((task, jobs.NUM_PARTS))):
-            join((total, total + part * rows * state_bytes, rows))
-        put_out(head + 8 * jobs.VALUE_SIDE, job, scratch, total, task, 0, 0, 0)
-        poke((word((job, jobs.COUNTERS)), word((task, jobs.COUNTER)), 0))
+    def join_parts(job: int, scratch: int, parts: int, head: int) -> None:
+        """What the last of several tasks does that compute parts of one set."""
+        rows, states = word((parts, jobs.COUNT)) * word((parts, jobs.GROUP)), word((job, jobs.PARTS))
+        places = word((job, jobs.PLACES)) + 8 * word((parts, jobs.FIRST_PLACE))
+        total = states + word((places, 0)) * state_bytes
+        for part in range(1, word((parts, jobs.NUM_PARTS))):
+            join((total, states + word((places, part)) * state_bytes, rows))
+        put_out(head + 8 * jobs.VALUE_SIDE, job, scratch, total, parts, 0, 0, 0)
+
+    @inlined
+    def count_parts(job: int, scratch: int, task: int, head: int) -> None:
+        """A task's part of each of its sets is done."""
+        counters = word((job, jobs.COUNTERS))
+        for number in range(word((task, jobs.SET)), word((task, jobs.SET)) + word((task, jobs.NUM_SETS))):
+            parts = word((job, jobs.SETS)) + 8 * jobs.SET_WORDS * number
+            if take((counters, number)) == word((parts, jobs.NUM_PARTS)) - 1:
+                join_parts(job, scratch, parts, head)
+                poke((counters, number, 0))
 
     def attend(job: int) -> None:
         scratch = word((job, jobs.SCRATCH)) + take((job, jobs.THREADS)) * scratch_bytes
@@ -63,10 +73,10 @@ def _attend(shape: KernelShape, all_stages: stages.Stages, all_tiles: AllTiles) 
             head = word((job, jobs.HEADS)) + 8 * jobs.HEAD_WORDS * word((task, jobs.HEAD))
             take_in(head + 8 * jobs.KEY_SIDE, job, scratch, 0, task, 0, 0, 0)
             all_tiles(job, scratch, task, next_task)
-            if word((task, jobs.NUM_PARTS)) == 1:
+            if word((task, jobs.NUM_SETS)):
+                count_parts(job, scratch, task, head)
+            else:
                 put_out(head + 8 * jobs.VALUE_SIDE, job, scratch, scratch + total_at, task, 0, 0, 0)
-            elif take((word((job, jobs.COUNTERS)), word((task, jobs.COUNTER)))) == word((task, jobs.NUM_PARTS)) - 1:
-                join_parts(job, scratch, task, head)
             number = following
 
     return attend
@@ -92,8 +102,8 @@ def _all_tiles(shape: KernelShape, locate: Locate, one_tile: OneTile) -> AllTile
         locate(job, scratch, task, tile, places)
         for segment in range(word((task, jobs.FROM)), word((task, jobs.TO))):
             state = scratch + (total_at if segment == word((task, jobs.FROM)) else part_at)
-            if word((task, jobs.NUM_PARTS)) > 1:
-                state = word((job, jobs.PARTS)) + word((task, jobs.PART)) * state_bytes
+            if word((task, jobs.NUM_SETS)):
+                state = word((job, jobs.PARTS)) + word((task, jobs.STATES)) * state_bytes
             clear((state, rows))
             while tile < min(last, (segment + 1) * _TILES):
                 if tile + 1 < last:
