@@ -158,7 +158,7 @@ def test_the_next_engine_runs(folder: Path) -> None:
     ("values", "part"),
     [
         ({"pool": {"memory": 1000}}, "no block fits the pool"),
-        ({"pool": {"num_blocks": 10**9}}, "no room for 1000000000 blocks"),
+        ({"pool": {"num_blocks": 10**9}}, "no room for 24576000000000 bytes of KV pool"),
         ({"execute": {"strategy": "torch", "device": "cuda:99"}}, "execute.device='cuda:99' cannot be used here"),
         ({"execute": {"strategy": "torch", "dtype": "float64"}}, "float64"),
     ],
