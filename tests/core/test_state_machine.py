@@ -21,7 +21,7 @@ from treadle import FinishReason, Handle, SamplingParams
 from treadle.engine import Engine
 from treadle.errors import ConfigError, ExecutionError, InvalidRequest, Refused
 from treadle.registry import Registry
-from treadle.testing import FakeExecutor, make_engine
+from treadle.testing import FakeExecutor, drain_checked, make_engine
 from treadle.testing.combinations import SLOTS
 from treadle.testing.traffic import right_tokens
 from treadle.testing.trouble import RandomDrafts, RandomSkips, RandomVictims, UnsteadyExecutor
@@ -281,16 +281,7 @@ class EngineMachine(RuleBasedStateMachine):
         """No more than so many steps until all is done, and then nothing is left in the pool."""
         live = [fate.handle.request for fate in self.fates if not fate.handle.finished]
         most = 200 + 60 * sum(min(r.prompt_length + (r.params.max_tokens or 300), self._num_places()) for r in live)
-        for _ in range(most):
-            if not self.engine.busy:
-                break
-            until_s = self.step()
-            if until_s is not None:
-                self.engine.clock.wait(until_s)
-        assert not self.engine.busy, f"still busy after {most} steps: {[fate.handle.request for fate in self.fates]}"
-        pool = self.engine.books.pool
-        assert pool.num_used == 0
-        assert pool.num_free + pool.num_cached == pool.num_blocks
+        drain_checked(self.engine, most, self.step)
         for fate in self.fates:
             assert fate.handle.finished
             self._check(fate)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,9 +16,8 @@ transformers = pytest.importorskip("transformers")
 from treadle import Engine, KVFormat, SamplingParams, hookimpl  # noqa: E402  # after the skips
 from treadle.errors import ConfigError  # noqa: E402
 from treadle.testing.traffic import Tally  # noqa: E402
-from treadle_plugins.attention.reference import requantized_keys, requantized_values  # noqa: E402
 from treadle_plugins.execution.torch_executor.testing import VOCAB_SIZE  # noqa: E402
-from treadle_plugins.execution.torch_executor.truth import Shelf, save_tiny  # noqa: E402
+from treadle_plugins.execution.torch_executor.truth import Poisoner, Shelf, attend_requantized, save_tiny  # noqa: E402
 
 BLOCK_SIZE, NUM_TOKENS = 16, 8
 PLAIN = "requantized"
@@ -37,38 +36,6 @@ CODECS: dict[str, dict[str, Any]] = {
 FAMILIES = ("llama", "qwen2", "mistral", "gpt2")
 each_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
 each_family = pytest.mark.parametrize("family", FAMILIES)
-
-
-class Poisoner:
-    """A plugin that fills every slot of the pool before it is used."""
-
-    name = "poisoner"
-
-    def __init__(self, garbage: bool) -> None:
-        self._garbage = garbage
-        self.num_filled = 0
-
-    @hookimpl(wrapper=True)
-    def attention(self) -> Generator[None, Any, Any]:
-        backend = yield
-        allocate = backend.allocate
-
-        def poisoned(num_blocks: int) -> None:
-            allocate(num_blocks)
-            backend.poison()
-            if self._garbage:
-                self._fill(backend.tensors())
-            self.num_filled += 1
-
-        backend.allocate = poisoned
-        return backend
-
-    def _fill(self, tensors: Sequence[Any]) -> None:
-        generator = torch.Generator().manual_seed(0)
-        for tensor in tensors:
-            # finite in any precision, and far from what belongs there
-            noise = torch.randint(1, 90, tensor.shape, generator=generator)
-            tensor.copy_(noise.to(tensor.dtype))
 
 
 class Reference(NamedTuple):
@@ -105,7 +72,7 @@ class Models:
 
     def _plain(self, family: str) -> Any:
         if family not in self._plain_models:
-            transformers.AttentionInterface.register(PLAIN, _attend)
+            transformers.AttentionInterface.register(PLAIN, attend_requantized)
             transformers.AttentionMaskInterface.register(PLAIN, lambda *_, **__: None)
             load = transformers.AutoModelForCausalLM.from_pretrained
             self._plain_models[family] = load(self.folder(family), attn_implementation=PLAIN).eval()
@@ -114,7 +81,7 @@ class Models:
     def continue_plainly(self, family: str, form: KVFormat, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> Reference:
         """Each token from a pass over all of them, without any pool: attention over requantized rows."""
         model = self._plain(family)
-        transformers.AttentionInterface.register(PLAIN, partial(_attend, form))
+        transformers.AttentionInterface.register(PLAIN, partial(attend_requantized, form))
         tokens, found = list(prompt), Reference([], [])
         for _ in range(num_tokens):
             with torch.inference_mode():
@@ -124,21 +91,6 @@ class Models:
             found.gaps.append(float(best.values[0] - best.values[1]))
             tokens.append(found.tokens[-1])
         return found
-
-
-def _attend(
-    form: KVFormat, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None = None, **others: Any
-) -> tuple[Any, None]:
-    keys = requantized_keys(form, module.layer_idx, key[0].transpose(0, 1)).transpose(0, 1)
-    values = requantized_values(form, module.layer_idx, value[0].transpose(0, 1)).transpose(0, 1)
-    group = query.shape[1] // key.shape[1]
-    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    scores = query[0] @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    places = torch.arange(keys.shape[1])
-    distance = places[:, None] - places
-    hidden = (distance < 0) | (distance >= (others.get("sliding_window") or 10**9))
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-    return (weights @ values).transpose(0, 1)[None], None
 
 
 def agrees(tokens: Sequence[int], reference: Reference) -> bool:

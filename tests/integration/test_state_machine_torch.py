@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
@@ -28,10 +28,10 @@ from treadle.contracts import PoolSize, PoolSpec, PreemptionMode  # noqa: E402
 from treadle.errors import ExecutionError  # noqa: E402
 from treadle.plan import Outcome, StepPlan  # noqa: E402
 from treadle.registry import Registry  # noqa: E402
-from treadle.testing import VirtualClock, make_engine  # noqa: E402
-from treadle_plugins.attention.reference import requantized_keys, requantized_values  # noqa: E402
+from treadle.testing import VirtualClock, drain_checked, make_engine  # noqa: E402
 from treadle_plugins.execution.torch_executor.executor import TorchExecutor  # noqa: E402
 from treadle_plugins.execution.torch_executor.testing import VOCAB_SIZE, info_of, tiny_config, tiny_model  # noqa: E402
+from treadle_plugins.execution.torch_executor.truth import Poisoner, attend_requantized  # noqa: E402
 
 BLOCK = 16
 REGISTRY = Registry.installed()
@@ -149,29 +149,17 @@ class Truth:
         transformers.AttentionMaskInterface.register(PLAIN, lambda *_, **__: None)
         config = tiny_config("llama", num_hidden_layers=2)
         self.model = tiny_model(config)
-        transformers.AttentionInterface.register(PLAIN, _attend)
+        transformers.AttentionInterface.register(PLAIN, attend_requantized)
         self._plain = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=PLAIN).eval()
         self._plain.load_state_dict(self.model.state_dict())
         self.following = lru_cache(50_000)(self._following)
 
     def _following(self, form: KVFormat, context: tuple[int, ...]) -> frozenset[int]:
         """Tokens that may follow: the best one, and those that come near."""
-        transformers.AttentionInterface.register(PLAIN, partial(_attend, form))
+        transformers.AttentionInterface.register(PLAIN, partial(attend_requantized, form))
         with torch.inference_mode():
             logits = self._plain(torch.tensor([context]), use_cache=False).logits[0, -1]
         return frozenset((logits > logits.max() - NEAR).nonzero().flatten().tolist())
-
-
-def _attend(
-    form: KVFormat, module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **others: Any
-) -> tuple[Any, None]:
-    keys = requantized_keys(form, module.layer_idx, key[0].transpose(0, 1)).transpose(0, 1)
-    values = requantized_values(form, module.layer_idx, value[0].transpose(0, 1)).transpose(0, 1)
-    group = query.shape[1] // key.shape[1]
-    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    hidden = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).triu(1)
-    weights = (query[0] @ keys.transpose(1, 2) * scaling).masked_fill(hidden, float("-inf")).softmax(-1)
-    return (weights @ values).transpose(0, 1)[None], None
 
 
 # --- what the engine runs on --------------------------------------------------------------------------------------------------
@@ -240,26 +228,12 @@ class TinyModel:
         return self.executor
 
 
-class Poisoner:
-    """A plugin that fills every slot with NaN before it is used, and again once its block is free."""
-
-    name = "poisoner"
+class FreePoisoner(Poisoner):
+    """Fills every slot again once its block is free."""
 
     def __init__(self) -> None:
-        self._backend: Any = None
+        super().__init__()
         self._freed: set[int] = set()
-
-    @hookimpl(wrapper=True)
-    def attention(self) -> Generator[None, Any, Any]:
-        self._backend = backend = yield
-        allocate = backend.allocate
-
-        def poisoned(num_blocks: int) -> None:
-            allocate(num_blocks)
-            backend.poison()
-
-        backend.allocate = poisoned
-        return backend
 
     @hookimpl
     def blocks_freed(self, block_ids: Sequence[int]) -> None:
@@ -270,7 +244,7 @@ class Poisoner:
     def step_finished(self, step: Step) -> None:
         """Not before: what is freed while a step is planned may still be copied out in it."""
         rows = torch.tensor([block_id for block_id in self._freed if step.pool.is_free(block_id)], dtype=torch.int64)
-        for tensor in self._backend.tensors():
+        for tensor in self.backend.tensors():
             tensor[rows] = float("nan") if tensor.is_floating_point() else 255
         self._freed.clear()
 
@@ -368,7 +342,7 @@ class TorchMachine(RuleBasedStateMachine):
         self.setup = setup = data.draw(setups(self.case), label="setup")
         model = TinyModel(self.truth, setup.num_swap_blocks)
         self.ledger = Ledger(self.met)
-        plugins = [Poisoner(), self.ledger]
+        plugins = [FreePoisoner(), self.ledger]
         self.engine = make_engine(model, *plugins, num_blocks=setup.num_blocks, registry=REGISTRY, **setup.slots)
         self.executor = model.executor
         self.form = self.engine.info.kv_format
@@ -457,21 +431,12 @@ class TorchMachine(RuleBasedStateMachine):
         """No more than so many steps until all is done, and then nothing is left in the pool; pins expire."""
         live = [fate.handle.request for fate in self.fates if not fate.handle.finished]
         most = 200 + 60 * sum(request.prompt_length + 20 for request in live)
-        for _ in range(most):
-            if not self.engine.busy:
-                break
-            until_s = self.step()
-            if until_s is not None:
-                self.engine.clock.wait(until_s)
-        assert not self.engine.busy, f"still busy after {most} steps: {[fate.handle.request for fate in self.fates]}"
-        pool = self.engine.books.pool
-        assert pool.num_used == 0
-        assert pool.num_free + pool.num_cached == pool.num_blocks
+        drain_checked(self.engine, most, self.step)
         assert all(fate.ended for fate in self.fates)
         self.fates.clear()
         self.engine.clock.wait(self.engine.clock.now() + 100.0)
         self.step()
-        assert pool.num_pinned == 0
+        assert self.engine.books.pool.num_pinned == 0
 
     # --- proof ----------------------------------------------------------------------------------------------------------------
 

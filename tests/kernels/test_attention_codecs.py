@@ -15,40 +15,15 @@ from treadle_plugins.attention.batch import PackedBatch
 from treadle_plugins.attention.layout import unreadable
 from treadle_plugins.attention.reference import requantized_keys, requantized_values
 from treadle_plugins.attention.spec import AttentionSpec, LayerAttention
+from treadle_plugins.attention.testing import formats, table
 from treadle_plugins.attention.torch_backend import TorchAttention
 from treadle_plugins.execution.torch_executor.packing import Limits, pack
 
 LAYERS, HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 3, 2, 32, 16, 48
 
 
-def table(value: float, spread: float = 0.0) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    draw = random.Random(7)  # noqa: S311  # only has to look irregular
-    return tuple(
-        tuple(tuple(value * (1 + spread * draw.uniform(-1, 1)) for _ in range(DIM)) for _ in range(HEADS)) for _ in range(LAYERS)
-    )
-
-
-STATIC = StaticChannels(table(0.03, 0.3))
-FORMATS = {
-    "whole": KVFormat(),
-    "int8": KVFormat(8, 8),
-    "int8 asymmetric": KVFormat(8, 8, key_symmetric=False, value_symmetric=False),
-    "int4": KVFormat(4, 4),
-    "int4 groups": KVFormat(4, 4, 16, 8, key_symmetric=False),
-    "int4 rotated": KVFormat(4, 4, rotation=16),
-    "2 bits": KVFormat(2, 2, 8, 8, False, False),
-    "k4v8": KVFormat(4, 8, value_symmetric=False, rotation=32),
-    "k8v4": KVFormat(8, 4, value_group=16),
-    "keys only": KVFormat(4, None, rotation=32),
-    "values only": KVFormat(None, 4, rotation=32),
-    "static keys": KVFormat(8, 4, key_channels=STATIC),
-    "static, asymmetric": KVFormat(8, 8, key_channels=StaticChannels(table(0.03), table(-4.0, 0.1)), value_channels=STATIC),
-    "balanced": KVFormat(4, 4, key_balance=KeyBalance(table(1.0, 0.5), table(0.3, 2.0)), rotation=32),
-    "whole heads": KVFormat(4, 4, rotation=32, whole_heads=frozenset({(0, 1), (2, 0)}), whole_keys=frozenset({(1, 1), (2, 1)})),
-    "whole layer": KVFormat(
-        4, 8, whole_layers=frozenset({1}), key_balance=KeyBalance(table(1.0, 0.5)), whole_keys=frozenset({(2, 0)})
-    ),
-}
+SHAPE = LAYERS, HEADS, DIM
+FORMATS = formats(SHAPE, fine=8, coarse=16)
 SHAPES = [(0, 1), (0, 16), (0, 33), (7, 1), (31, 2), (20, 40)]
 each_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS.keys())
 
@@ -212,9 +187,9 @@ def test_rows_that_are_no_numbers_spoil_their_own_sequence_only(form: KVFormat) 
         ({"key_bits": 4, "rotation": 64}, "rotation of 64 is no power of two that divides the head size 32"),
         ({"key_bits": 4, "scheme": "lattice"}, "KV scheme 'lattice' is not 'linear'"),
         ({"key_bits": 4, "history_dependent": True}, "depends on tokens stored before"),
-        ({"key_bits": 8, "key_channels": StaticChannels(table(1.0)[:2])}, "keys: static scales are not"),
+        ({"key_bits": 8, "key_channels": StaticChannels(table(SHAPE, 1.0)[:2])}, "keys: static scales are not"),
         (
-            {"key_bits": 8, "key_balance": KeyBalance(table(1.0), ((),))},
+            {"key_bits": 8, "key_balance": KeyBalance(table(SHAPE, 1.0), ((),))},
             "balance of keys is not [3 layers][2 heads][32 channels]",
         ),
     ],
@@ -224,7 +199,7 @@ def test_what_it_cannot_read(changes: dict[str, Any], reason: str) -> None:
 
 
 def test_centers_and_capped_scores_are_refused() -> None:
-    form = KVFormat(4, 4, key_balance=KeyBalance(table(1.0), table(0.0)))
+    form = KVFormat(4, 4, key_balance=KeyBalance(table(SHAPE, 1.0), table(SHAPE, 0.0)))
     spec = dataclasses.replace(spec_of(form), soft_cap=30.0)
     assert "caps its scores" in (unreadable(spec) or "")
-    assert unreadable(dataclasses.replace(spec, kv_format=KVFormat(4, 4, key_balance=KeyBalance(table(1.0))))) is None
+    assert unreadable(dataclasses.replace(spec, kv_format=KVFormat(4, 4, key_balance=KeyBalance(table(SHAPE, 1.0))))) is None

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from treadle.contracts import KeyBalance, KVFormat, StaticChannels
+from treadle.contracts import KVFormat
 from treadle.plan import Work
 from treadle_plugins.attention.numba_backend.backend import NumbaAttention
 from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec, LayerAttention
+from treadle_plugins.attention.testing import formats
 from treadle_plugins.attention.torch_backend import TorchAttention
 from treadle_plugins.execution.torch_executor.packing import Limits, pack
 
@@ -26,35 +27,7 @@ SHAPES = [(0, 1), (0, 31), (0, 33), (7, 1), (64, 2), (20, 40), (300, 1), (250, 3
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
 
 
-def table(value: float, spread: float = 0.0, dim: int = DIM) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    draw = random.Random(7)  # noqa: S311  # only has to look irregular
-    row = [[[value * (1 + spread * draw.uniform(-1, 1)) for _ in range(dim)] for _ in range(HEADS)] for _ in range(LAYERS)]
-    return tuple(tuple(tuple(channels) for channels in heads) for heads in row)
-
-
-STATIC = StaticChannels(table(0.03, 0.3))
-SOME_HEADS = {"whole_heads": frozenset({(0, 1), (2, 0)}), "whole_keys": frozenset({(1, 1), (2, 1)})}
-FORMATS = {
-    "int8": KVFormat(8, 8),
-    "int8 asymmetric": KVFormat(8, 8, key_symmetric=False, value_symmetric=False),
-    "int8 rotated": KVFormat(8, 8, rotation=64),
-    "int4": KVFormat(4, 4),
-    "int4 groups": KVFormat(4, 4, 32, 16, key_symmetric=False),
-    "int4 rotated": KVFormat(4, 4, rotation=16),
-    "2 bits": KVFormat(2, 2, 16, 32, False, False),
-    "k4v8": KVFormat(4, 8, value_symmetric=False, rotation=32),
-    "k8v4": KVFormat(8, 4, value_group=16),
-    "keys only": KVFormat(4, None, rotation=32),
-    "values only": KVFormat(None, 4, rotation=32),
-    "static keys": KVFormat(8, 4, key_channels=STATIC),
-    "static, asymmetric": KVFormat(8, 8, key_channels=StaticChannels(table(0.03), table(-4.0, 0.1)), value_channels=STATIC),
-    "static values, asymmetric": KVFormat(4, 8, value_channels=StaticChannels(table(0.03), table(-4.0, 0.1)), rotation=64),
-    "balanced": KVFormat(4, 4, key_balance=KeyBalance(table(1.0, 0.5), table(0.3, 2.0)), rotation=32),
-    "whole heads": KVFormat(4, 4, rotation=32, **SOME_HEADS),
-    "whole layer": KVFormat(
-        4, 8, whole_layers=frozenset({1}), key_balance=KeyBalance(table(1.0, 0.5)), whole_keys=frozenset({(2, 0)})
-    ),
-}
+FORMATS = formats((LAYERS, HEADS, DIM), fine=16, coarse=32)
 BY_DEFAULT = {
     "bfloat16": {
         "int8",

@@ -190,3 +190,18 @@ def test_logprobs() -> None:
         assert entry.logprob == pytest.approx(float(exact[row, token]), abs=1e-5)
         assert [token for token, _ in entry.top] == exact[row].topk(num).indices.tolist()
         assert [value for _, value in entry.top] == pytest.approx(exact[row].topk(num).values.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [16, 48, 300, 512, 1000, 49152])
+def test_greedy_takes_the_first_of_the_best_in_any_vocabulary(vocab_size: int) -> None:
+    """The places of the best are found piece by piece where a vocabulary can be cut into pieces."""
+    logits = torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(1)).round()  # many ties
+    logits[1] = 0.0
+    logits[2, -1] = 99.0
+    logits[3, [vocab_size // 2, vocab_size - 1]] = 99.0
+    logits[4] = float("-inf")
+    logits[5, vocab_size // 3] = float("nan")
+    logits[6, vocab_size - 1] = float("inf")
+    expected = [row.tolist().index(max(row.tolist())) for row in logits]
+    expected[4] = expected[5] = expected[6] = None
+    assert sample(logits, [Row(SamplingParams(), position) for position in range(40)]) == expected

@@ -16,6 +16,9 @@ from treadle.hookspecs import hookimpl
 from treadle.plan import BlockCopy, Outcome, StepPlan, Work
 from treadle.sampling_params import SamplingParams
 
+Blocks = list[list[tuple[int, int] | None]]
+"""By block and slot: the token and its position."""
+
 
 class FakeExecutor:
     """A deterministic executor for tests. It is a plugin too: hand it to the engine among `plugins`."""
@@ -43,8 +46,8 @@ class FakeExecutor:
         self._step_s = step_s
         self._num_swap_blocks = num_swap_blocks
         self._size = 0
-        self._kv: list[list[tuple[int, int] | None]] = []
-        self._swapped: list[list[tuple[int, int] | None]] = []
+        self._kv: Blocks = []
+        self._swapped: Blocks = []
 
     @hookimpl
     def execute(self) -> FakeExecutor:
@@ -84,12 +87,7 @@ class FakeExecutor:
         """Remember that it was closed."""
         self.closed = True
 
-    def _copy(
-        self,
-        copies: Sequence[BlockCopy],
-        sources: list[list[tuple[int, int] | None]],
-        targets: list[list[tuple[int, int] | None]],
-    ) -> None:
+    def _copy(self, copies: Sequence[BlockCopy], sources: Blocks, targets: Blocks) -> None:
         for source, target in copies:
             targets[target] = list(sources[source])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from treadle.engine import Engine
@@ -50,14 +50,19 @@ def play(
         return [handle.result() for handle in handles]
 
 
-def drain_checked(engine: Engine, most_steps: int = 100_000) -> None:
-    """Step until idle, with the books proved after each step, and the pool empty at the end."""
+def drain_checked(engine: Engine, most_steps: int = 100_000, step: Callable[[], float | None] | None = None) -> None:
+    """Step until idle, with the books proved after each step, and nothing left in the pool but what is cached.
+
+    `step` makes one step and proves more; by default it is the engine's own.
+    """
     for _ in range(most_steps):
         if not engine.busy:
             break
-        until_s = engine.step()
+        until_s = engine.step() if step is None else step()
         engine.check_integrity()
         if until_s is not None:
             engine.clock.wait(until_s)
-    assert not engine.busy, f"still busy after {most_steps} steps"
-    assert engine.books.pool.num_used == 0, f"{engine.books.pool.num_used} blocks are used by nobody"
+    assert not engine.busy, f"still busy after {most_steps} steps with {list(engine.books.running.values())} and others that wait"
+    pool = engine.books.pool
+    assert pool.num_used == 0, f"{pool.num_used} blocks are used by nobody"
+    assert pool.num_free + pool.num_cached == pool.num_blocks, f"{pool.num_free} free and {pool.num_cached} cached are not all"

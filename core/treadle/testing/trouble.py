@@ -11,7 +11,7 @@ from treadle.hookspecs import hookimpl
 from treadle.plan import BlockCopy, Outcome, StepPlan, Work
 from treadle.request import Request
 from treadle.step import Step
-from treadle.testing.fake_executor import FakeExecutor, next_token
+from treadle.testing.fake_executor import Blocks, FakeExecutor, next_token
 
 Site = Literal["open_pool", "swap_out", "swap_in", "write"]
 
@@ -113,12 +113,7 @@ class FailingExecutor(FakeExecutor):
             self._raise("open_pool")
         return super().open_pool(spec)
 
-    def _copy(
-        self,
-        copies: Sequence[BlockCopy],
-        sources: list[list[tuple[int, int] | None]],
-        targets: list[list[tuple[int, int] | None]],
-    ) -> None:
+    def _copy(self, copies: Sequence[BlockCopy], sources: Blocks, targets: Blocks) -> None:
         site: Site = "swap_out" if targets is self._swapped else "swap_in"
         for source, target in copies:
             if self._fails(site):

@@ -20,7 +20,9 @@ import click
 from treadle import Engine, Executor, ModelInfo, SamplingParams, Step, StepReport, hookimpl, load
 from treadle.clocks import VirtualClock
 from treadle.contracts import PoolSize, PoolSpec
+from treadle.errors import TreadleError
 from treadle.plan import Outcome, StepPlan
+from treadle.settings import BlockSettings
 
 SYSTEM = (
     "You are a helpful assistant of a small public library. Answer in plain words and in full sentences. Keep to what was asked, "
@@ -39,15 +41,19 @@ QUESTIONS = (
     "Name three things that have to do with {}.",
 )
 
-CONTINUOUS = {"admit": {"strategy": "continuous", "max_batch_size": 24}, "allocate": "paged", "release": "at_once"}
+AT_ONCE = 24
+PROMPT_TOKENS = 512
+"""More than any prompt here has."""
+CONTINUOUS = {"admit": {"strategy": "continuous", "max_batch_size": AT_ONCE}, "allocate": "paged", "release": "at_once"}
 STATIC = {
-    "admit": {"strategy": "static", "batch_size": 24, "max_wait_ms": 50},
-    "budget": {"strategy": "whole_prompt", "max_tokens": 24 * 1024},  # a whole batch starts in one step
+    "admit": {"strategy": "static", "batch_size": AT_ONCE, "max_wait_ms": 50},
+    "budget": {"strategy": "whole_prompt", "max_tokens": AT_ONCE * PROMPT_TOKENS},  # a whole batch starts in one step
     "release": "with_batch",
     "prefix": "none",
 }
+LONGEST = "static, model length"
 POLICIES: Mapping[str, Mapping[str, Any]] = {
-    "static, model length": {**STATIC, "allocate": {"strategy": "contiguous", "reserve": "model_length"}},
+    LONGEST: {**STATIC, "allocate": {"strategy": "contiguous", "reserve": "model_length"}},
     "static, max_tokens": {**STATIC, "allocate": {"strategy": "contiguous", "reserve": "max_tokens"}},
     "continuous, paged": {**CONTINUOUS, "prefix": "none"},
     "continuous, paged, prefix": {**CONTINUOUS, "prefix": "hash_chain"},
@@ -134,8 +140,11 @@ def chat_prompts(engine: Engine, num_requests: int) -> dict[str, tuple[int, ...]
     return prompts
 
 
-def serve(policy: str, num_requests: int, max_tokens: int, num_blocks: int, overrides: Sequence[str], folder: Path) -> Run:
-    """Serve with the real model; the portrait is written to `folder`."""
+def serve(policy: str, num_requests: int, max_tokens: int, reserve: int, overrides: Sequence[str], folder: Path) -> Run:
+    """Serve with the real model, in a pool of AT_ONCE times `reserve` tokens; the portrait is written to `folder`."""
+    blocks = load(environment=False, values=POLICIES[policy], overrides=overrides).choices["allocate"].settings
+    assert isinstance(blocks, BlockSettings), "built-in strategies have these"
+    num_blocks = AT_ONCE * -(-reserve // blocks.block_size)
     portrait = folder / (policy.replace(", ", "-").replace(" ", "_") + ".jsonl")
     values = {
         **POLICIES[policy],
@@ -165,6 +174,7 @@ def serve(policy: str, num_requests: int, max_tokens: int, num_blocks: int, over
             "stopped_by_themselves": sum(c.finish_reason.value == "stop" for c in done),
             "mean_output": tokens / len(done),
             "peak_blocks": gauge.most_used,
+            "num_blocks": num_blocks,
             "block_bytes": block_bytes,
             "weights_mb": memory["weights"] / 2**20,
         }
@@ -176,14 +186,19 @@ def serve(policy: str, num_requests: int, max_tokens: int, num_blocks: int, over
 
 
 def smallest_pool(run: Run, max_tokens: int) -> int:
-    """Blocks of the smallest pool in which the recorded requests are served without preemption, refusal or a smaller batch."""
-    reference = _replay(run, max_tokens, 1 << 14)
+    """Blocks of the smallest pool in which the recorded requests are served without preemption, refusal or a smaller batch.
+
+    Raises TreadleError when not even the pool in which they were recorded does.
+    """
+    low, high = 1, run.facts["num_blocks"]
+    reference = _replay(run, max_tokens, high)
+    if reference is None:
+        raise TreadleError(f"{run.policy}: {high} blocks do not serve {AT_ONCE} requests at once; lower --max-tokens")
 
     def serves(num_blocks: int) -> bool:
         result = _replay(run, max_tokens, num_blocks)
-        return result is not None and reference is not None and result <= reference
+        return result is not None and result <= reference
 
-    low, high = 1, 1 << 14
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if serves(middle) else (middle + 1, high)
@@ -235,16 +250,17 @@ def table(runs: Sequence[Run], pools: Sequence[int]) -> str:
 def bench_baseline(requests: int, max_tokens: int, folder: Path, overrides: tuple[str, ...]) -> None:
     """Compare the classic base line with paged and continuous serving on the configured model."""
     folder.mkdir(parents=True, exist_ok=True)
-    runs, pools = [], []
-    for policy in POLICIES:
-        # the longest reserve is the model's length for each place of the batch
-        num_blocks = 24 * 8192 // 64 if policy.endswith("model length") else 24 * 16
-        run = serve(policy, requests, max_tokens, num_blocks, overrides, folder)
-        runs.append(run)
-        pools.append(smallest_pool(run, max_tokens))
-        click.echo(f"{policy}: {run.facts['tokens_per_s']:.0f} tok/s, smallest pool {pools[-1]} blocks", err=True)
+    served: dict[str, Run] = {}
+    pools: dict[str, int] = {}
+    longest = 0
+    for policy in reversed(list(POLICIES)):  # the first tells the model's length, which the last one reserves
+        run = serve(policy, requests, max_tokens, longest if policy == LONGEST else PROMPT_TOKENS + max_tokens, overrides, folder)
+        served[policy], longest = run, run.facts["model"].max_length
+        pools[policy] = smallest_pool(run, max_tokens)
+        click.echo(f"{policy}: {run.facts['tokens_per_s']:.0f} tok/s, smallest pool {pools[policy]} blocks", err=True)
+    runs = [served[policy] for policy in POLICIES]
     different = sum(any(run.outputs[name] != runs[0].outputs[name] for run in runs) for name in runs[0].outputs)
-    click.echo(table(runs, pools))
+    click.echo(table(runs, [pools[policy] for policy in POLICIES]))
     stopped = runs[0].facts["stopped_by_themselves"]
     click.echo(
         f"{requests} requests, {stopped} ended by themselves, {runs[0].facts['mean_output']:.0f} tokens on average; "

@@ -7,7 +7,7 @@ import json
 import math
 import pydoc_data.topics
 import random
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from treadle import Completion, Engine, SamplingParams, hookimpl
 from treadle.cli import Common
 from treadle.settings import load
 from treadle_plugins.bench.codec_table import load_rows
+from treadle_plugins.bench.passes import Passes
 
 SEQUENCE = 1024
 """Tokens of one sequence of the text."""
@@ -38,34 +39,6 @@ def reference_text() -> str:
     """Python's language reference, as `help()` shows it: in every CPython, the same for one version."""
     topics = cast("Mapping[str, str]", pydoc_data.topics.topics)
     return "\n\n".join(topics[name] for name in sorted(topics))
-
-
-class Tap:
-    """A plugin that keeps the logits of the last pass."""
-
-    name = "tap"
-
-    def __init__(self) -> None:
-        self.logits: torch.Tensor | None = None
-
-    @hookimpl(wrapper=True)
-    def forward(self, plain: Any) -> Generator[None, Any, Any]:
-        """Stand around the pass that was chosen."""
-        inner = yield
-        return _Tapped(inner or plain, self)
-
-
-class _Tapped:
-    def __init__(self, inner: Any, tap: Tap) -> None:
-        self._inner, self._tap = inner, tap
-
-    def __call__(self, *args: Any) -> torch.Tensor:
-        logits: torch.Tensor = self._inner(*args)
-        self._tap.logits = logits
-        return logits
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
 
 class Saver:
@@ -129,8 +102,8 @@ class Bench:
         settings = dict(quantize)
         if "calibration" in settings:
             settings["calibration"] = self._calibration(model, settings["calibration"], calibrations)
-        tap = Tap()
-        with self._engine(model, settings, tap) as engine:
+        passes = Passes()
+        with self._engine(model, settings, passes) as engine:
             info = engine.info
             form = info.kv_format
             heads = [(layer, head) for layer in range(info.model.num_layers) for head in range(info.model.num_kv_heads)]
@@ -143,13 +116,13 @@ class Bench:
                 "bytes_per_token": form.bytes_per_token(info.model),
                 "pool_tokens": info.num_blocks * info.block_size,
                 "text": self._tokens["sha256"],
-                **self._perplexity(engine, tap, model, codec),
+                **self._perplexity(engine, passes, model, codec),
                 **self._agreement(engine, model, codec),
             }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    def _perplexity(self, engine: Engine, tap: Tap, model: str, codec: str) -> dict[str, Any]:
+    def _perplexity(self, engine: Engine, passes: Passes, model: str, codec: str) -> dict[str, Any]:
         """Of the text in sequences of its own each; and the distance of distributions from those of the row `none`."""
         ids: list[int] = self._tokens["ids"]
         params = SamplingParams(max_tokens=1, prompt_logprobs=0)
@@ -160,14 +133,13 @@ class Bench:
             total -= sum(entry.logprob for entry in done.prompt_logprobs)
             count += len(done.prompt_logprobs)
             if place < KL_SEQUENCES:
-                kl = self._divergence(tap, self._folder / f"{model}-{place}.pt", codec)
+                kl = self._divergence(passes, self._folder / f"{model}-{place}.pt", codec)
                 kl_sum, kl_max, kl_count = kl_sum + float(kl.sum()), max(kl_max, float(kl.max())), kl_count + len(kl)
         return {"perplexity": math.exp(total / count), "kl_mean": kl_sum / kl_count, "kl_max": kl_max}
 
-    def _divergence(self, tap: Tap, path: Path, codec: str) -> torch.Tensor:
+    def _divergence(self, passes: Passes, path: Path, codec: str) -> torch.Tensor:
         """[rows]: KL of the reference's distributions and the last pass's, in nats. The row `none` writes the reference."""
-        assert tap.logits is not None, "a pass was computed"
-        got = tap.logits.float().log_softmax(-1)
+        got: torch.Tensor = passes.logits.float().log_softmax(-1)
         if codec == "none":
             torch.save(got.half(), path)
         exact = torch.load(path).float().log_softmax(-1)

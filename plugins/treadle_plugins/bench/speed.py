@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from treadle import Engine, SamplingParams, hookimpl
 from treadle.cli import Common, common_options
 from treadle.settings import load
 from treadle_plugins.bench.core_cost import decode_step_ms, make_engine
+from treadle_plugins.bench.passes import Passes
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 64)
 CONTEXTS = (128, 512, 2048, 4096, 8000)
@@ -58,51 +59,40 @@ class Point:
     """What the machine needs at least."""
 
 
-class Stopwatch:
-    """A plugin that adds up the time of forward passes."""
-
-    name = "stopwatch"
-
-    def __init__(self) -> None:
-        self.spent_s = 0.0
-
-    @hookimpl(wrapper=True)
-    def forward(self, plain: Any) -> Generator[None, Any, Any]:
-        """Stand around the pass that was chosen."""
-        inner = yield
-        return _Watched(inner or plain, self)
-
-
-class _Watched:
-    def __init__(self, inner: Any, watch: Stopwatch) -> None:
-        self._inner, self._watch = inner, watch
-
-    def __call__(self, *args: Any) -> Any:
-        begin = time.perf_counter()
-        try:
-            return self._inner(*args)
-        finally:
-            self._watch.spent_s += time.perf_counter() - begin
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-
 class Machine:
-    """What this machine does in the same run: bytes read and bf16 products a second, on the threads that torch has."""
+    """What this machine does in the same run: bytes read and products a second, on the threads that torch has."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype_bytes: int) -> None:
+        """In float32 for 4 bytes, else in bfloat16."""
         import torch
 
         numbers = torch.ones(64 << 20, dtype=torch.float32)  # 256 MiB: more than any cache
         self.read_gb_s = numbers.nbytes / _least(numbers.sum) / 1e9
-        left, right = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
+        self.dtype = "float32" if dtype_bytes == 4 else "bfloat16"
+        left, right = (torch.randn(2048, 2048).to(getattr(torch, self.dtype)) for _ in range(2))
         self.gflop_s = 2 * 2048**3 / _least(lambda: left @ right) / 1e9
         self.threads = torch.get_num_threads()
 
     def bound_ms(self, num_bytes: float, flop: float) -> float:
         """The larger of the times that reading and multiplying take."""
         return 1e3 * max(num_bytes / self.read_gb_s / 1e9, flop / self.gflop_s / 1e9)
+
+
+class Weights:
+    """A plugin that counts a model's weights before they are packed: `layers` meet each token, `head` those that give logits."""
+
+    name = "weights"
+
+    def __init__(self) -> None:
+        self.layers = self.head = 0
+
+    @hookimpl(tryfirst=True)  # before others replace layers
+    def prepare_model(self, model: Any) -> None:
+        """Count. An embedding is looked up, not multiplied; where it is the head's own, it is that."""
+        head, embedding = (part.weight for part in (model.get_output_embeddings(), model.get_input_embeddings()))
+        self.head = head.numel()
+        looked_up = 0 if embedding is head else embedding.numel()
+        self.layers = sum(parameter.numel() for parameter in model.parameters()) - self.head - looked_up
 
 
 class Bench:
@@ -114,40 +104,43 @@ class Bench:
         self.points: list[Point] = []
 
     def roofline(self) -> None:
-        """Linear layers read all weights once a step and multiply each by every token; decode reads the KV of its context too."""
-        with self._engine(watch := Stopwatch()) as engine:
-            machine = Machine()
-            click.echo(f"{machine.threads} threads: {machine.read_gb_s:.1f} GB/s read, {machine.gflop_s:.0f} GFLOP/s in bf16")
-            weights = engine.info.memory()["weights"]
+        """Weights are read once a step and multiplied by each token that meets them; decode reads the KV of its context too."""
+        with self._engine(passes := Passes(), sizes := Weights()) as engine:
+            machine = Machine(engine.info.model.dtype_bytes)
+            rate = f"{machine.gflop_s:.0f} GFLOP/s in {machine.dtype}"
+            click.echo(f"{machine.threads} threads: {machine.read_gb_s:.1f} GB/s read, {rate}")
             kv = engine.info.kv_format.bytes_per_token(engine.info.model)
-            # a weight is `dtype_bytes` bytes; each is multiplied and added once a token
-            flop = 2 * weights / engine.info.model.dtype_bytes
+            num_bytes = (sizes.layers + sizes.head) * engine.info.model.dtype_bytes
+
+            def bound_ms(tokens: int, rows: int) -> float:
+                return machine.bound_ms(num_bytes, 2 * (sizes.layers * tokens + sizes.head * rows))
+
             for batch in ROOFLINE_BATCHES:
-                taken = self._decode(engine, watch, batch, ROOFLINE_CONTEXT)
-                bound = machine.bound_ms(weights, flop * batch) + machine.bound_ms(batch * ROOFLINE_CONTEXT * kv, 0)
+                taken = self._decode(engine, passes, batch, ROOFLINE_CONTEXT)
+                bound = bound_ms(batch, batch) + machine.bound_ms(batch * ROOFLINE_CONTEXT * kv, 0)
                 self._add("roofline", "decode", batch, taken, bound)
-            taken = [self._prefill(engine, watch) for _ in range(5)]
-            self._add("roofline", "prefill", PREFILL_TOKENS, taken, machine.bound_ms(weights, flop * PREFILL_TOKENS))
+            taken = [self._prefill(engine, passes) for _ in range(5)]
+            self._add("roofline", "prefill", PREFILL_TOKENS, taken, bound_ms(PREFILL_TOKENS, 1))
 
     def codecs(self) -> None:
         """By codec; engines take turns, as a machine has fast and slow minutes."""
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in CODECS}
         for _ in range(2):
             for name, quantize in CODECS.items():
-                with self._engine(watch := Stopwatch(), quantize=quantize) as engine:
-                    taken[name] += self._decode(engine, watch, CODEC_BATCH, CODEC_CONTEXT)
+                with self._engine(passes := Passes(), quantize=quantize) as engine:
+                    taken[name] += self._decode(engine, passes, CODEC_BATCH, CODEC_CONTEXT)
         for name, steps in taken.items():
             self._add("codecs", name, CODEC_BATCH, steps)
 
     def growth(self) -> None:
         """By batch at a short context, by context at batch 1."""
-        with self._engine(watch := Stopwatch()) as engine:
+        with self._engine(passes := Passes()) as engine:
             for batch in BATCHES:
                 self._add(
-                    "growth", f"batch, context {ROOFLINE_CONTEXT}", batch, self._decode(engine, watch, batch, ROOFLINE_CONTEXT)
+                    "growth", f"batch, context {ROOFLINE_CONTEXT}", batch, self._decode(engine, passes, batch, ROOFLINE_CONTEXT)
                 )
             for context in CONTEXTS:
-                self._add("growth", "context, batch 1", context, self._decode(engine, watch, 1, context))
+                self._add("growth", "context, batch 1", context, self._decode(engine, passes, 1, context))
 
     def queue(self) -> None:
         """The core's own time."""
@@ -156,25 +149,25 @@ class Bench:
         for blocks in BLOCKS:
             self._add("queue", "blocks, batch 24", blocks, [(ms, 0.0) for ms in step_in_a_full_pool_ms(blocks)])
 
-    def _engine(self, watch: Stopwatch, **values: Any) -> Engine:
+    def _engine(self, *plugins: object, **values: Any) -> Engine:
         overrides = ["prefix=none", "pool.memory=1GiB", "admit=continuous", "admit.max_batch_size=64", "budget.max_tokens=2048"]
-        return Engine(load(self._common.path, [*self._common.all_overrides, *overrides], values=values), [watch])
+        return Engine(load(self._common.path, [*self._common.all_overrides, *overrides], values=values), plugins)
 
-    def _decode(self, engine: Engine, watch: Stopwatch, batch: int, context: int) -> list[tuple[float, float]]:
+    def _decode(self, engine: Engine, passes: Passes, batch: int, context: int) -> list[tuple[float, float]]:
         """Milliseconds of each of STEPS steps, and of forward passes in them, of `batch` requests that are all in decode."""
         params = SamplingParams(max_tokens=STEPS + 40, ignore_eos=True)
         handles = [engine.submit(self._prompt(engine, context), params) for _ in range(batch)]
         while any(not handle.request.num_output for handle in handles):
             engine.step()
-        taken = [_timed_step(engine, watch) for _ in range(STEPS)]
+        taken = [_timed_step(engine, passes) for _ in range(STEPS)]
         for handle in handles:
             handle.cancel()
         engine.drain()
         return taken
 
-    def _prefill(self, engine: Engine, watch: Stopwatch) -> tuple[float, float]:
+    def _prefill(self, engine: Engine, passes: Passes) -> tuple[float, float]:
         engine.submit(self._prompt(engine, PREFILL_TOKENS), SamplingParams(max_tokens=1))
-        return _timed_step(engine, watch)
+        return _timed_step(engine, passes)
 
     def _prompt(self, engine: Engine, length: int) -> list[int]:
         most = min(engine.info.model.vocab_size, 40_000)
@@ -231,10 +224,10 @@ def draw(points: Sequence[Point]) -> Any:
     return figure
 
 
-def _timed_step(engine: Engine, watch: Stopwatch) -> tuple[float, float]:
-    spent_s, begin = watch.spent_s, time.perf_counter()
+def _timed_step(engine: Engine, passes: Passes) -> tuple[float, float]:
+    spent_s, begin = passes.spent_s, time.perf_counter()
     engine.step()
-    return 1e3 * (time.perf_counter() - begin), 1e3 * (watch.spent_s - spent_s)
+    return 1e3 * (time.perf_counter() - begin), 1e3 * (passes.spent_s - spent_s)
 
 
 def _least(call: Callable[[], object], times: int = 7) -> float:

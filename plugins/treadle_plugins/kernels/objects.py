@@ -109,6 +109,10 @@ def _keep(code: bytes, file: Path) -> str | None:
             target.write(hashlib.sha256(code).digest() + code)
         os.replace(name, file)
     except OSError as error:
-        log.warning("kernels_not_kept", reason=str(error), remedy="make the folder writable, or set attention.cache_dir")
+        log.warning(
+            "kernels_not_kept",
+            reason=str(error),
+            remedy="make the folder writable, or name another: XDG_CACHE_HOME, or attention.cache_dir for attention",
+        )
         return None
     return str(file)

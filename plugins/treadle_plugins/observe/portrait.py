@@ -1,7 +1,7 @@
 """plugin.portrait: where memory goes, sampled over time beside what is served; one JSON object a line.
 
     pool, in blocks     | used: tokens | wasted: rest of their blocks | reserved: not begun | cached | free (of it fragmented) |
-    process, in bytes   |  weights  |  kv_pool  |  swap_space  |  activations: grown since start-up  |  rest: at start-up  |
+    process, in bytes   | weights | kv_pool | swap_space | rest: at start-up | activations: grown since then, less the pool |
 
 `treadle portrait FILE` draws it.
 """

@@ -99,9 +99,11 @@ class Encoder:
 def _extremes(v: Vectors, row: list[Value]) -> tuple[Value, Value]:
     """The least and the largest number, as scalars; both NaN if there is one."""
     b = v.builder
-    low = v.reduce(
-        tree(row, lambda x, y: b.select(b.fcmp_ordered("<", x, y), x, y)), lambda x, y: b.select(b.fcmp_ordered("<", x, y), x, y)
-    )
+
+    def lesser(one: Value, two: Value) -> Value:
+        return b.select(b.fcmp_ordered("<", one, two), one, two)
+
+    low = v.reduce(tree(row, lesser), lesser)
     high = v.reduce(tree(row, v.maximum), v.maximum)
     ordered = [b.select(b.fcmp_unordered("uno", x, x), v.constant(1.0), v.constant(0.0)) for x in row]
     has_nan = b.fcmp_ordered("!=", v.reduce(tree(ordered, b.fadd), b.fadd), F32(0.0))

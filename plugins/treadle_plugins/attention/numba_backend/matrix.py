@@ -143,7 +143,7 @@ class MatrixValues:
         for_each_count(v, rows, self.together, emit)
 
     def finish(self, v: Vectors, state: Value, row: Value, out: Value, side: Value) -> None:  # noqa: ARG002  # others read there
-        values, _ = result(v, self._shape, state, row)
+        values = result(v, self._shape, state, row)
         if self._form is not None and self._form.rotation is not None:
             values = list(rotate(v, values, self._form.rotation))
         store_row(v, self._shape, values, out)

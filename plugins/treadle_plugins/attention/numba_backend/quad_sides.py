@@ -226,7 +226,7 @@ class QuadValues:
 
     def finish(self, v: Vectors, state: Value, row: Value, out: Value, side: Value) -> None:
         form = self._form
-        values, _ = result(v, self._shape, state, row)
+        values = result(v, self._shape, state, row)
         if form.static:
             channels = [static_channels(v, form, side, place * v.lanes) for place in range(len(values))]
             zero = v.constant(0.0)

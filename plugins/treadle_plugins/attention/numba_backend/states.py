@@ -100,10 +100,10 @@ class States:
         v.loop(rows, [], one)
 
 
-def result(v: Vectors, shape: KernelShape, state: Value, row: Value) -> tuple[list[Value], Value]:
-    """A row's weighted mean of values, as vectors, and the sum of its weights, as a vector of one number."""
+def result(v: Vectors, shape: KernelShape, state: Value, row: Value) -> list[Value]:
+    """A row's weighted mean of values, as vectors."""
     own = row_at(v, state, 0, row, shape.state_bytes)
     total = v.reduce(v.load(v.floats, own, shape.sums_at), v.builder.fadd)
     share = v.splat(v.builder.fdiv(F32(1.0), total))
     places = range(shape.values_at, shape.state_bytes, 4 * v.lanes)
-    return [v.builder.fmul(v.load(v.floats, own, place), share) for place in places], v.splat(total)
+    return [v.builder.fmul(v.load(v.floats, own, place), share) for place in places]

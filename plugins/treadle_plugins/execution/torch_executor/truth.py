@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from treadle import hookimpl
+from treadle import KVFormat, hookimpl
 from treadle.plan import Work
+from treadle_plugins.attention.reference import requantized_keys, requantized_values
+from treadle_plugins.attention.spec import AttentionBackend
 from treadle_plugins.execution.torch_executor.testing import tiny_config, tiny_model
 from treadle_plugins.models import load as loading
 
@@ -90,3 +92,59 @@ class LogitsRecorder:
         """[tokens, vocabulary], in order of position; of a position that was computed twice the last."""
         rows = self._rows[request_id]
         return torch.stack([rows[position] for position in sorted(rows)])
+
+
+def attend_requantized(
+    form: KVFormat,
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,  # noqa: ARG001  # transformers hands one in
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers calls it, over all tokens at once, with keys and values as they come back from `form`."""
+    keys = requantized_keys(form, module.layer_idx, key[0].transpose(0, 1)).transpose(0, 1)
+    values = requantized_values(form, module.layer_idx, value[0].transpose(0, 1)).transpose(0, 1)
+    group = query.shape[1] // key.shape[1]
+    keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    scores = query[0] @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    places = torch.arange(keys.shape[1])
+    distance = places[:, None] - places
+    hidden = (distance < 0) | (distance >= (others.get("sliding_window") or 10**9))
+    weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+    return (weights @ values).transpose(0, 1)[None], None
+
+
+class Poisoner:
+    """A plugin that fills every slot of the pool with NaN, or with garbage, before it is used."""
+
+    name = "poisoner"
+
+    def __init__(self, garbage: bool = False) -> None:
+        self._garbage = garbage
+        self.num_filled = 0
+        self.backend: AttentionBackend | None = None
+
+    @hookimpl(wrapper=True)
+    def attention(self) -> Generator[None, Any, Any]:
+        """Fill what the backend makes room for."""
+        self.backend = backend = yield
+        allocate = backend.allocate
+
+        def poisoned(num_blocks: int) -> None:
+            allocate(num_blocks)
+            backend.poison()
+            if self._garbage:
+                self._fill(backend.tensors())
+            self.num_filled += 1
+
+        backend.allocate = poisoned
+        return backend
+
+    def _fill(self, tensors: Sequence[torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        for tensor in tensors:
+            # finite in any precision, and far from what belongs there
+            tensor.copy_(torch.randint(1, 90, tensor.shape, generator=generator).to(tensor.dtype))

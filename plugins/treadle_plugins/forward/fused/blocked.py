@@ -27,7 +27,8 @@ _LINE = 64
 class _Plan(NamedTuple):
     """How so many rows are cut, for weights of one shape."""
 
-    num_items: int
+    words: tuple[int, int, int]
+    """NUM_ITEMS, ITEMS and TILES of a job."""
     items: ctypes.Array[ctypes.c_int64]
     tiles: ctypes.Array[ctypes.c_int64]
     scratch_bytes: int
@@ -71,12 +72,12 @@ class Products:
 
     def run(self, job: ctypes.Array[ctypes.c_int64], rows: int, out_features: int, in_features: int) -> None:
         """Run a job that says all but how it is cut and where its threads work."""
-        words, count = products, self.threads.count
+        count = self.threads.count
         plan = _plan(rows, out_features, in_features, count)
-        job[words.THREADS] = job[words.NEXT] = 0
-        job[words.NUM_ITEMS] = plan.num_items
-        job[words.ITEMS], job[words.TILES] = ctypes.addressof(plan.items), ctypes.addressof(plan.tiles)
-        job[words.SCRATCH], job[words.SCRATCH_BYTES] = self._workspace.address(count * plan.scratch_bytes), plan.scratch_bytes
+        job[products.THREADS] = job[products.NEXT] = 0
+        job[products.NUM_ITEMS], job[products.ITEMS], job[products.TILES] = plan.words
+        job[products.SCRATCH] = self._workspace.address(count * plan.scratch_bytes)
+        job[products.SCRATCH_BYTES] = plan.scratch_bytes
         self.threads.run(self._kernel, ctypes.addressof(job), count)
 
 
@@ -101,13 +102,10 @@ def _plan(rows: int, out_features: int, in_features: int, num_threads: int) -> _
         for place in range(ranges):
             items += [first_tile, num_tiles, place * num_blocks // ranges, (place + 1) * num_blocks // ranges]
         most_packed = max(most_packed, packed)
-    scratch = products.PACKED + most_packed
-    return _Plan(
-        len(items) // products.ITEM_WORDS,
-        (ctypes.c_int64 * len(items))(*items),
-        (ctypes.c_int64 * len(tiles))(*tiles),
-        -(-scratch // _LINE) * _LINE + 2 * _LINE,  # lines between two threads
-    )
+    all_items, all_tiles = (ctypes.c_int64 * len(items))(*items), (ctypes.c_int64 * len(tiles))(*tiles)
+    words = len(items) // products.ITEM_WORDS, ctypes.addressof(all_items), ctypes.addressof(all_tiles)
+    scratch = -(-(products.PACKED + most_packed) // _LINE) * _LINE + 2 * _LINE  # lines between two threads
+    return _Plan(words, all_items, all_tiles, scratch)
 
 
 @functools.cache
@@ -186,19 +184,19 @@ class BlockedLinear:
         return gate._bias is None and gate.pieces.shape == self.pieces.shape
 
     def _run(self, x: torch.Tensor, kind: int, other: torch.Tensor | None = None) -> torch.Tensor:
-        words, job = products, self._job
+        job = self._job
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = x.size(0)  # len(x) takes longer, and this is called a hundred times a step
         out = torch.empty((rows, self._out), dtype=torch.bfloat16)
         if not rows:
             return out
-        job[words.ROWS], job[words.ROW_BYTES] = x.data_ptr(), 2 * x.stride(0)
-        job[words.OUT], job[words.OUT_ROW_BYTES] = out.data_ptr(), 2 * self._out
+        job[products.ROWS], job[products.ROW_BYTES] = x.data_ptr(), 2 * x.stride(0)
+        job[products.OUT], job[products.OUT_ROW_BYTES] = out.data_ptr(), 2 * self._out
         if other is not None:
             if other.stride(1) != 1:
                 other = other.contiguous()
-            job[words.OTHER], job[words.OTHER_ROW_BYTES] = other.data_ptr(), 2 * other.stride(0)
-        job[words.KIND] = kind
+            job[products.OTHER], job[products.OTHER_ROW_BYTES] = other.data_ptr(), 2 * other.stride(0)
+        job[products.KIND] = kind
         self._products.run(job, rows, self._out, self._in)
         return out
