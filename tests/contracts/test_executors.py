@@ -9,7 +9,7 @@ import pytest
 from treadle import Executor
 from treadle.testing import FakeExecutor
 from treadle.testing.suites import ExecutorSuite
-from treadle_plugins.execution.simulated import SimulatedExecutor, SimulatedSettings
+from treadle_plugins.execute.simulated import SimulatedExecutor, SimulatedSettings
 
 
 class TestFake(ExecutorSuite):

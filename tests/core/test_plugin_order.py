@@ -98,8 +98,8 @@ def test_a_plugin_of_no_slot_may_implement_many_hooks_and_take_settings(build: A
 
 
 def test_a_plugin_may_be_named_by_its_module(build: Any) -> None:
-    engine = build(values={"plugins": ["treadle_plugins.admission.open:Open"]})
-    assert _order(engine, "accept")[0] == "plugin.treadle_plugins.admission.open:Open"
+    engine = build(values={"plugins": ["treadle_plugins.accept.open:Open"]})
+    assert _order(engine, "accept")[0] == "plugin.treadle_plugins.accept.open:Open"
 
 
 def test_a_plugin_may_offer_strategies_of_its_own(build: Any, offered: Any) -> None:

@@ -28,7 +28,7 @@ def default_reference() -> LoadedModel:
 def default_engine() -> Callable[..., Engine]:
     """Makes engines of the default model in float32, which is read from the disk once only."""
     from treadle import Engine
-    from treadle_plugins.execution.torch_executor.truth import Shelf
+    from treadle_plugins.execute.torch_executor.truth import Shelf
 
     shelf = Shelf()
 

@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 
 from treadle import Engine, FinishReason, SamplingParams, hookimpl  # noqa: E402  # after the skips
 from treadle.errors import ConfigError, EngineStopped, ExecutionError, ModelError  # noqa: E402
-from treadle_plugins.execution.torch_executor.testing import tiny_config, tiny_model  # noqa: E402
-from treadle_plugins.execution.torch_executor.truth import save_tiny, truth_of  # noqa: E402
+from treadle_plugins.execute.torch_executor.testing import tiny_config, tiny_model  # noqa: E402
+from treadle_plugins.execute.torch_executor.truth import save_tiny, truth_of  # noqa: E402
 
 PROMPT = [5, 6, 7, 8, 9]
 Spoil = Callable[[Path], None]

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 from treadle.cli import cli  # noqa: E402  # after the skips
 from treadle_plugins.bench import speed  # noqa: E402
-from treadle_plugins.execution.torch_executor.truth import save_tiny  # noqa: E402
+from treadle_plugins.execute.torch_executor.truth import save_tiny  # noqa: E402
 
 SMALL = {
     "BATCHES": (1, 3),

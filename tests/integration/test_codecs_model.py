@@ -16,8 +16,8 @@ transformers = pytest.importorskip("transformers")
 from treadle import Engine, KVFormat, SamplingParams, hookimpl  # noqa: E402  # after the skips
 from treadle.errors import ConfigError  # noqa: E402
 from treadle.testing.traffic import Tally  # noqa: E402
-from treadle_plugins.execution.torch_executor.testing import VOCAB_SIZE  # noqa: E402
-from treadle_plugins.execution.torch_executor.truth import Poisoner, Shelf, attend_requantized, save_tiny  # noqa: E402
+from treadle_plugins.execute.torch_executor.testing import VOCAB_SIZE  # noqa: E402
+from treadle_plugins.execute.torch_executor.truth import Poisoner, Shelf, attend_requantized, save_tiny  # noqa: E402
 
 BLOCK_SIZE, NUM_TOKENS = 16, 8
 PLAIN = "requantized"

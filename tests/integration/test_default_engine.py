@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
 from treadle import Engine, FinishReason, SamplingParams  # noqa: E402  # after the skips
-from treadle_plugins.execution.with_torch import _multiplies_bf16  # noqa: E402
+from treadle_plugins.execute.torch import _multiplies_bf16  # noqa: E402
 
 pytestmark = pytest.mark.model
 TOPICS = ("rain", "bread", "the number 7", "looms", "a cat", "chess")

@@ -25,11 +25,11 @@ from treadle.errors import ConfigError, ExecutionError, ModelError  # noqa: E402
 from treadle.testing import drain_checked  # noqa: E402
 from treadle.testing.traffic import Tally  # noqa: E402
 from treadle_plugins.attention.torch_backend import TorchAttention  # noqa: E402
-from treadle_plugins.execution.torch_executor import room  # noqa: E402
-from treadle_plugins.execution.torch_executor.executor import TorchExecutor  # noqa: E402
-from treadle_plugins.execution.torch_executor.swap import SwapSpace  # noqa: E402
-from treadle_plugins.execution.torch_executor.testing import VOCAB_SIZE  # noqa: E402
-from treadle_plugins.execution.torch_executor.truth import Shelf, save_tiny  # noqa: E402
+from treadle_plugins.execute.torch_executor import room  # noqa: E402
+from treadle_plugins.execute.torch_executor.executor import TorchExecutor  # noqa: E402
+from treadle_plugins.execute.torch_executor.swap import SwapSpace  # noqa: E402
+from treadle_plugins.execute.torch_executor.testing import VOCAB_SIZE  # noqa: E402
+from treadle_plugins.execute.torch_executor.truth import Shelf, save_tiny  # noqa: E402
 from treadle_plugins.models import load as loading  # noqa: E402
 
 BLOCK_SIZE = 16

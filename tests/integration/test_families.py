@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 
 from treadle import Engine, SamplingParams  # noqa: E402  # after the skips
 from treadle.testing.traffic import Tally  # noqa: E402
-from treadle_plugins.execution.torch_executor.testing import FAMILIES, VOCAB_SIZE  # noqa: E402
-from treadle_plugins.execution.torch_executor.truth import Truth, save_tiny, truth_of  # noqa: E402
+from treadle_plugins.execute.torch_executor.testing import FAMILIES, VOCAB_SIZE  # noqa: E402
+from treadle_plugins.execute.torch_executor.truth import Truth, save_tiny, truth_of  # noqa: E402
 
 NUM_TOKENS = 24
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 50, 64)

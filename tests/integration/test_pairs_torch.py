@@ -17,8 +17,8 @@ from treadle import Engine, SamplingParams  # noqa: E402  # after the skips
 from treadle.registry import Registry  # noqa: E402
 from treadle.testing.combinations import covering_rows, tables  # noqa: E402
 from treadle.testing.traffic import Tally  # noqa: E402
-from treadle_plugins.execution.torch_executor.testing import VOCAB_SIZE  # noqa: E402
-from treadle_plugins.execution.torch_executor.truth import Shelf, Truth, save_tiny, truth_of  # noqa: E402
+from treadle_plugins.execute.torch_executor.testing import VOCAB_SIZE  # noqa: E402
+from treadle_plugins.execute.torch_executor.truth import Shelf, Truth, save_tiny, truth_of  # noqa: E402
 
 NUM_TOKENS = 20
 NUM_REQUESTS = 12

@@ -14,7 +14,7 @@ pytest.importorskip("gguf")
 
 from treadle import Completion, Engine, SamplingParams  # noqa: E402  # after the skips
 from treadle.testing.traffic import Tally  # noqa: E402
-from treadle_plugins.execution.torch_executor.truth import Truth, truth_of  # noqa: E402
+from treadle_plugins.execute.torch_executor.truth import Truth, truth_of  # noqa: E402
 from treadle_plugins.models.load import LoadedModel  # noqa: E402
 
 pytestmark = pytest.mark.model

@@ -17,8 +17,8 @@ import torch  # after the skips
 
 from treadle import Engine, Handle, Request, SamplingParams, hookimpl
 from treadle.testing.traffic import Tally
-from treadle_plugins.execution.torch_executor.testing import FAMILIES, VOCAB_SIZE
-from treadle_plugins.execution.torch_executor.truth import LogitsRecorder, Shelf, save_tiny
+from treadle_plugins.execute.torch_executor.testing import FAMILIES, VOCAB_SIZE
+from treadle_plugins.execute.torch_executor.truth import LogitsRecorder, Shelf, save_tiny
 
 B = 16
 LENGTHS = (B - 1, B, B + 1, 2 * B, 2 * B + 1)

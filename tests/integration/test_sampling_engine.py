@@ -16,8 +16,8 @@ pytest.importorskip("transformers")
 from treadle import Completion, Engine, FinishReason, SamplingParams  # noqa: E402  # after the skips
 from treadle.plan import TokenLogprobs  # noqa: E402
 from treadle.testing.traffic import Tally  # noqa: E402
-from treadle_plugins.execution.torch_executor.testing import VOCAB_SIZE  # noqa: E402
-from treadle_plugins.execution.torch_executor.truth import Shelf, save_tiny  # noqa: E402
+from treadle_plugins.execute.torch_executor.testing import VOCAB_SIZE  # noqa: E402
+from treadle_plugins.execute.torch_executor.truth import Shelf, save_tiny  # noqa: E402
 
 Make = Callable[..., Engine]
 NUM_TOKENS = 20

@@ -29,9 +29,9 @@ from treadle.errors import ExecutionError  # noqa: E402
 from treadle.plan import Outcome, StepPlan  # noqa: E402
 from treadle.registry import Registry  # noqa: E402
 from treadle.testing import VirtualClock, drain_checked, make_engine  # noqa: E402
-from treadle_plugins.execution.torch_executor.executor import TorchExecutor  # noqa: E402
-from treadle_plugins.execution.torch_executor.testing import VOCAB_SIZE, info_of, tiny_config, tiny_model  # noqa: E402
-from treadle_plugins.execution.torch_executor.truth import Poisoner, attend_requantized  # noqa: E402
+from treadle_plugins.execute.torch_executor.executor import TorchExecutor  # noqa: E402
+from treadle_plugins.execute.torch_executor.testing import VOCAB_SIZE, info_of, tiny_config, tiny_model  # noqa: E402
+from treadle_plugins.execute.torch_executor.truth import Poisoner, attend_requantized  # noqa: E402
 
 BLOCK = 16
 REGISTRY = Registry.installed()

@@ -17,7 +17,7 @@ from treadle_plugins.attention.reference import requantized_keys, requantized_va
 from treadle_plugins.attention.spec import AttentionSpec, LayerAttention
 from treadle_plugins.attention.testing import formats, table
 from treadle_plugins.attention.torch_backend import TorchAttention
-from treadle_plugins.execution.torch_executor.packing import Limits, pack
+from treadle_plugins.execute.torch_executor.packing import Limits, pack
 
 LAYERS, HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 3, 2, 32, 16, 48
 

@@ -22,7 +22,7 @@ from treadle_plugins.attention.batch import PackedBatch
 from treadle_plugins.attention.numba_backend.backend import NumbaAttention
 from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec, LayerAttention
 from treadle_plugins.attention.torch_backend import TorchAttention
-from treadle_plugins.execution.torch_executor.packing import Limits, pack
+from treadle_plugins.execute.torch_executor.packing import Limits, pack
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
 SPEC = AttentionSpec(

@@ -20,7 +20,7 @@ from treadle_plugins.attention.numba_backend.backend import NumbaAttention
 from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec, LayerAttention
 from treadle_plugins.attention.testing import formats
 from treadle_plugins.attention.torch_backend import TorchAttention
-from treadle_plugins.execution.torch_executor.packing import Limits, pack
+from treadle_plugins.execute.torch_executor.packing import Limits, pack
 
 LAYERS, HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 3, 2, 64, 32, 60
 SHAPES = [(0, 1), (0, 31), (0, 33), (7, 1), (64, 2), (20, 40), (300, 1), (250, 30)]

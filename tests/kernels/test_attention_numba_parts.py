@@ -18,13 +18,13 @@ from treadle.errors import ConfigError
 from treadle.plan import Work
 from treadle_plugins.attention.auto import AutoAttentionStrategy
 from treadle_plugins.attention.batch import PackedBatch
+from treadle_plugins.attention.numba import NumbaAttentionSettings, NumbaAttentionStrategy
 from treadle_plugins.attention.numba_backend import compiled, jobs, plan
 from treadle_plugins.attention.numba_backend.backend import NumbaAttention
 from treadle_plugins.attention.numba_backend.shape import ROWS, SEGMENT, KernelShape
 from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec, LayerAttention
 from treadle_plugins.attention.torch_backend import TorchAttention
-from treadle_plugins.attention.with_numba import NumbaAttentionSettings, NumbaAttentionStrategy
-from treadle_plugins.execution.torch_executor.packing import Limits, pack
+from treadle_plugins.execute.torch_executor.packing import Limits, pack
 from treadle_plugins.kernels import cpu, objects, threads
 
 SPEC = AttentionSpec("cpu", "float32", KVFormat(), 16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16)

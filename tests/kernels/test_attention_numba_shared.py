@@ -17,7 +17,7 @@ from treadle_plugins.attention.numba_backend import jobs, plan
 from treadle_plugins.attention.numba_backend.backend import NumbaAttention
 from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec, LayerAttention
 from treadle_plugins.attention.torch_backend import TorchAttention
-from treadle_plugins.execution.torch_executor.packing import Limits, pack
+from treadle_plugins.execute.torch_executor.packing import Limits, pack
 
 SPEC = AttentionSpec("cpu", "bfloat16", KVFormat(), 16, num_layers=1, num_heads=6, num_kv_heads=2, head_dim=64)
 SPECS = {

@@ -16,7 +16,7 @@ from treadle_plugins.attention.batch import PackedBatch, ragged_arange
 from treadle_plugins.attention.numba_backend.backend import NumbaAttention
 from treadle_plugins.attention.spec import AttentionBackendType, AttentionSpec, LayerAttention, choose
 from treadle_plugins.attention.torch_backend import TorchAttention
-from treadle_plugins.execution.torch_executor.packing import Limits, pack
+from treadle_plugins.execute.torch_executor.packing import Limits, pack
 
 BACKENDS: list[AttentionBackendType] = [TorchAttention, NumbaAttention]
 BLOCK_SIZE = 16

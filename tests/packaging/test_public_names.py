@@ -58,7 +58,7 @@ def test_contrib_imports_public_names_only(path: Path) -> None:
         ("from treadle.planner import Planner", ["treadle.planner Planner"]),
         ("import treadle.books", ["treadle.books"]),
         ("from treadle.request import _MOVES", ["treadle.request _MOVES"]),
-        ("from treadle_plugins.admission.fcfs import Fcfs", ["treadle_plugins.admission.fcfs Fcfs"]),
+        ("from treadle_plugins.order.fcfs import Fcfs", ["treadle_plugins.order.fcfs Fcfs"]),
     ],
 )
 def test_the_check_itself(code: str, found: list[str]) -> None:

@@ -14,9 +14,9 @@ from treadle.plan import StepPlan
 from treadle.request import RequestOptions
 from treadle.testing import FakeExecutor, drain_checked, make_engine
 from treadle.testing.traffic import assert_right
-from treadle_plugins.admission.decode_first import StepBudget
-from treadle_plugins.admission.waiting_queue import WaitingQueue
-from treadle_plugins.admission.whole_prompt import WholeBudget
+from treadle_plugins.budget.decode_first import StepBudget
+from treadle_plugins.budget.whole_prompt import WholeBudget
+from treadle_plugins.order.waiting_queue import WaitingQueue
 
 
 class FakeRequest:

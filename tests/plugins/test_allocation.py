@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from treadle import EngineInfo, KVFormat, ModelInfo, SamplingParams, hookimpl
 from treadle.testing import FakeExecutor, VirtualClock, drain_checked, make_engine
-from treadle_plugins.allocation.coalescing import Coalescing, CoalescingSettings
-from treadle_plugins.allocation.extents import Extents
+from treadle_plugins.allocate.coalescing import Coalescing, CoalescingSettings
+from treadle_plugins.allocate.extents import Extents
 
 NUM_BLOCKS = 24
 INFO = EngineInfo(ModelInfo("m", 1, 1, 1, 10, 100), KVFormat(), 16, NUM_BLOCKS, 0, VirtualClock())

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from torch import nn  # noqa: E402  # after the skips
 
 from treadle.errors import ModelError  # noqa: E402
-from treadle_plugins.execution.torch_executor.testing import (  # noqa: E402
+from treadle_plugins.execute.torch_executor.testing import (  # noqa: E402
     VOCAB_SIZE,
     Driver,
     tiny_config,

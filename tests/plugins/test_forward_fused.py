@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from treadle.contracts import KVFormat, PoolSpec  # noqa: E402  # after the skips
-from treadle_plugins.execution.torch_executor.executor import TorchExecutor  # noqa: E402
-from treadle_plugins.execution.torch_executor.testing import (  # noqa: E402
+from treadle_plugins.execute.torch_executor.executor import TorchExecutor  # noqa: E402
+from treadle_plugins.execute.torch_executor.testing import (  # noqa: E402
     FAMILIES,
     VOCAB_SIZE,
     Driver,

@@ -10,7 +10,7 @@ import pytest
 from treadle import Engine, FinishReason, SamplingParams, hookimpl
 from treadle.contracts import StepReport
 from treadle.testing import FakeExecutor, drain_checked, make_engine
-from treadle_plugins.admission.adaptive import Adaptive, AdaptiveSettings
+from treadle_plugins.budget.adaptive import Adaptive, AdaptiveSettings
 
 SHORT = SamplingParams(max_tokens=4)
 

@@ -10,7 +10,7 @@ from treadle import Engine, Preemption, PreemptionMode, SamplingParams, hookimpl
 from treadle.contracts import StepReport
 from treadle.errors import ConfigError
 from treadle.testing import FakeExecutor, drain_checked, expected_tokens, make_engine
-from treadle_plugins.preemption.auto import Auto, AutoSettings
+from treadle_plugins.preempt.auto import Auto, AutoSettings
 
 
 class Witness:

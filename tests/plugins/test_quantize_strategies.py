@@ -11,11 +11,11 @@ from pydantic import ValidationError
 
 from treadle import KVFormat, ModelInfo, load
 from treadle.errors import ConfigError
-from treadle_plugins.quantization.calibration_file import Calibration, HeadReport, Ranges, read, write
-from treadle_plugins.quantization.formats import CodecSettings
-from treadle_plugins.quantization.int4 import Int4, Int4Settings
-from treadle_plugins.quantization.int8 import Int8, Int8Settings
-from treadle_plugins.quantization.mixed import Mixed, MixedSettings
+from treadle_plugins.quantize.calibration_file import Calibration, HeadReport, Ranges, read, write
+from treadle_plugins.quantize.formats import CodecSettings
+from treadle_plugins.quantize.int4 import Int4, Int4Settings
+from treadle_plugins.quantize.int8 import Int8, Int8Settings
+from treadle_plugins.quantize.mixed import Mixed, MixedSettings
 
 MODEL = ModelInfo("small", num_layers=3, num_kv_heads=2, head_dim=8, vocab_size=10, max_length=64, fingerprint="f1")
 LARGE = ModelInfo("large", num_layers=30, num_kv_heads=3, head_dim=64, vocab_size=10, max_length=64)

@@ -12,7 +12,7 @@ from treadle.contracts import KVFormat, PoolSize, PoolSpec
 from treadle.errors import ConfigError
 from treadle.plan import BlockCopy, StepPlan, Work
 from treadle.settings import load
-from treadle_plugins.execution.simulated import SimulatedExecutor, SimulatedSettings
+from treadle_plugins.execute.simulated import SimulatedExecutor, SimulatedSettings
 
 COSTS = {"step_ms": 10.0, "prefill_us": 100.0, "decode_us": 200.0, "context_us": 1.0}
 GREEDY = SamplingParams()

@@ -10,7 +10,7 @@ import torch
 from transformers import Gemma2Config
 
 from treadle.sampling_params import SamplingParams
-from treadle_plugins.execution.torch_executor.testing import (
+from treadle_plugins.execute.torch_executor.testing import (
     FAMILIES,
     VOCAB_SIZE,
     WINDOW,

@@ -15,9 +15,9 @@ from treadle.errors import ConfigError, ExecutionError, ModelError
 from treadle.plan import StepPlan
 from treadle_plugins.attention.spec import AttentionSpec, choose
 from treadle_plugins.attention.torch_backend import TorchAttention
-from treadle_plugins.execution.torch_executor.executor import build
-from treadle_plugins.execution.torch_executor.hookspecs import TorchExecutorHooks
-from treadle_plugins.execution.torch_executor.testing import (
+from treadle_plugins.execute.torch_executor.executor import build
+from treadle_plugins.execute.torch_executor.hookspecs import TorchExecutorHooks
+from treadle_plugins.execute.torch_executor.testing import (
     VOCAB_SIZE,
     StillClock,
     info_of,

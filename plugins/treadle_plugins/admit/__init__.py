@@ -1,0 +1,1 @@
+"""When waiting requests start."""

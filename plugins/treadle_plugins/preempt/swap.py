@@ -1,0 +1,35 @@
+"""preempt.swap: a victim's KV is copied to host memory and comes back when it resumes. Nothing is computed twice.
+
+The copies are exact. Where swap space is full, the core preempts by recompute instead, and tells so.
+"""
+
+from __future__ import annotations
+
+from treadle import EngineInfo, Preemption, PreemptionMode, Request, Step, hookimpl
+from treadle.errors import ConfigError
+from treadle_plugins.preempt.victims import VictimSettings, choose_victim
+
+
+class Swap:
+    """Copy the victim's own blocks; shared ones keep their reference."""
+
+    Settings = VictimSettings
+
+    def __init__(self, settings: VictimSettings) -> None:
+        self._settings = settings
+
+    @hookimpl
+    def engine_started(self, engine: EngineInfo) -> None:
+        """Refuse to start without swap space."""
+        if not engine.num_swap_blocks:
+            raise ConfigError(
+                "preempt.strategy='swap' needs swap space, and pool.swap_memory holds no block; raise it, or choose 'recompute'"
+            )
+
+    @hookimpl
+    def preempt(self, step: Step, request: Request, num_blocks: int) -> Preemption | None:
+        """The victim; the request itself when it is the last one."""
+        victim = choose_victim(step, request, self._settings.victim)
+        if victim is None:
+            return None
+        return Preemption(victim, PreemptionMode.SWAP, num_blocks or None if self._settings.partial else None)

@@ -1,0 +1,32 @@
+"""quantize.int4: keys and values in 4 bits, rotated, less than a third of the memory."""
+
+from __future__ import annotations
+
+from treadle import KVFormat, ModelInfo, hookimpl
+from treadle_plugins.quantize.formats import CodecSettings, Granularity, Group, Side, build
+
+
+class Int4Settings(CodecSettings):
+    """Groups of 16 channels with a scale of their own, unless set otherwise."""
+
+    granularity: Granularity = "token_head"
+    """What shares a scale: groups of each token of each head, or each channel of each head (static scales of a calibration)."""
+    group: Group = "auto"
+    """Channels that share a scale; `auto` takes 16 where that divides the head, `head` has one scale for a whole head."""
+    symmetric: bool = True
+    """Scales only; false stores a minimum beside each scale."""
+
+
+class Int4:
+    """Both sides alike."""
+
+    Settings = Int4Settings
+
+    def __init__(self, settings: Int4Settings) -> None:
+        self._settings = settings
+
+    @hookimpl
+    def quantize(self, model: ModelInfo) -> KVFormat:
+        """The format. Raises ConfigError for settings that do not fit the model."""
+        side = Side(4, self._settings.group, self._settings.symmetric, self._settings.granularity)
+        return build(model, self._settings, side, side)

@@ -1,0 +1,1 @@
+"""When a finished request's blocks go."""
