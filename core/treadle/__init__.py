@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Executor,
         KVFormat,
         Load,
+        Match,
         ModelInfo,
         NotBefore,
         Open,
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
         PreemptionMode,
         Refuse,
         StepReport,
+        SyncExecutor,
         Trim,
     )
     from treadle.engine import Engine
     from treadle.errors import TreadleError
     from treadle.handles import Completion, Handle
     from treadle.hookspecs import hookimpl
-    from treadle.request import FinishReason, Phase, Request, RequestOptions, StashKey
+    from treadle.plan import FinishReason
+    from treadle.request import Phase, Request, RequestOptions, StashKey
     from treadle.sampling_params import SamplingParams
     from treadle.settings import BlockSettings, Settings, StrategySettings, load
     from treadle.step import Step
@@ -35,14 +38,15 @@ if TYPE_CHECKING:
 # imported when first used, so that `treadle --help` stays quick
 _HOMES = {
     "treadle.contracts": (
-        "Accept", "Admission", "Budget", "EngineInfo", "Executor", "KVFormat", "Load", "ModelInfo", "NotBefore", "Open",
-        "Preemption", "PreemptionMode", "Refuse", "StepReport", "Trim",
+        "Accept", "Admission", "Budget", "EngineInfo", "Executor", "KVFormat", "Load", "Match", "ModelInfo", "NotBefore", "Open",
+        "Preemption", "PreemptionMode", "Refuse", "StepReport", "SyncExecutor", "Trim",
     ),
     "treadle.engine": ("Engine",),
     "treadle.errors": ("TreadleError",),
     "treadle.handles": ("Completion", "Handle"),
     "treadle.hookspecs": ("hookimpl",),
-    "treadle.request": ("FinishReason", "Phase", "Request", "RequestOptions", "StashKey"),
+    "treadle.plan": ("FinishReason",),
+    "treadle.request": ("Phase", "Request", "RequestOptions", "StashKey"),
     "treadle.sampling_params": ("SamplingParams",),
     "treadle.settings": ("BlockSettings", "Settings", "StrategySettings", "load"),
     "treadle.step": ("Step",),
@@ -51,8 +55,9 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Accept", "Admission", "BlockSettings", "Budget", "Completion", "Engine", "EngineInfo", "Executor", "FinishReason", "Handle",
-    "KVFormat", "Load", "ModelInfo", "NotBefore", "Open", "Phase", "Preemption", "PreemptionMode", "Refuse", "Request",
-    "RequestOptions", "SamplingParams", "Settings", "StashKey", "Step", "StepReport", "StrategySettings", "TreadleError", "Trim",
+    "KVFormat", "Load", "Match", "ModelInfo", "NotBefore", "Open", "Phase", "Preemption", "PreemptionMode", "Refuse", "Request",
+    "RequestOptions", "SamplingParams", "Settings", "StashKey", "Step", "StepReport", "StrategySettings", "SyncExecutor",
+    "TreadleError", "Trim",
     "hookimpl", "load",
 ]  # fmt: skip
 

@@ -15,12 +15,24 @@ for a block size of 4, with two requests that share their first block, and a fin
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 
 class IntegrityError(AssertionError):
     """The books contradict themselves: a defect of the core, never a user's mistake."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self._notes: list[str] = []
+
+    def attach(self, text: str) -> None:
+        """Add what a plugin knows of it."""
+        self._notes.append(text)
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *self._notes])
 
 
 class BlockRef(NamedTuple):
@@ -38,6 +50,39 @@ class BlockRecord(NamedTuple):
     """The block before it; None for the first of a sequence."""
     tokens: tuple[int, ...]
     isolation_key: Hashable
+
+
+BROKEN = BlockRef(0, -1)
+"""Stands where a chain of indexed blocks cannot be continued: no block ever has this generation."""
+
+
+class BlockTable:
+    """Which blocks hold a request's KV. The KV cache alone changes it.
+
+    block_ids      7    2    9    5          block size 4, 9 of 10 known tokens computed
+    tokens       [0-3][4-7][8 . .][. . .]
+    num_computed             ^9              block 5 is reserved
+    num_chained    2                         blocks 7 and 2 are indexed, `chain` is the record of block 2
+    swapped      {}                          or {place: block of swap space} while it waits with KV in host memory
+    """
+
+    __slots__ = ("block_ids", "chain", "num_chained", "num_computed", "swapped")
+
+    def __init__(self) -> None:
+        self.block_ids: tuple[int, ...] = ()
+        self.num_computed = 0
+        """Known tokens whose KV is in the pool."""
+        self.swapped: dict[int, int] = {}
+        self.chain: BlockRef | None = None
+        """The indexed block that stands for the first `num_chained` blocks of tokens; None at the root."""
+        self.num_chained = 0
+        """How many full blocks have been offered to the index."""
+
+    def held(self) -> tuple[int, ...]:
+        """Blocks of the pool: the table, less what is swapped out."""
+        if not self.swapped:
+            return self.block_ids
+        return tuple(b for place, b in enumerate(self.block_ids) if place not in self.swapped)
 
 
 class Dropped(NamedTuple):
@@ -106,6 +151,10 @@ class PoolView:
     def record(self, block_id: int) -> BlockRecord | None:
         """What stands in the block, when it is indexed."""
         return self._records[block_id]
+
+    def generation(self, block_id: int) -> int:
+        """How many times the block has been indexed: with its id, the name of what stands or stood in it last."""
+        return self._generations[block_id]
 
     def is_free(self, block_id: int) -> bool:
         return self._counts[block_id] == 0 and self._records[block_id] is None
@@ -218,6 +267,15 @@ class BlockPool(PoolView):
             self._pins[block_id] -= 1
             if self._pins[block_id] <= 0:
                 self._unpin_wholly(block_id)
+
+    @contextmanager
+    def protected(self, block_ids: Sequence[int]) -> Iterator[None]:
+        """These indexed blocks are pinned while the context is open: nobody may evict them."""
+        self.pin(block_ids)
+        try:
+            yield
+        finally:
+            self.unpin(block_ids)
 
     def _unpin_wholly(self, block_id: int) -> None:
         if block_id in self._pins:

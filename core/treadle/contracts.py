@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from treadle.plan import Outcome, StepPlan
-
-if TYPE_CHECKING:
-    from treadle.request import Request
-
+from treadle.request import Request
+from treadle.text import Tokenizer
 
 # --- answers ------------------------------------------------------------------------------------------------------------
 
@@ -45,6 +43,21 @@ class Admission(enum.Enum):
     """Leave it waiting and look at the next one."""
     STOP = "stop"
     """Look at no further waiting request in this step."""
+    NO_ROOM = "no_room"
+    """The same, for want of blocks alone: where urgent requests preempt, it may have those of less urgent ones."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a waiting request would reuse if it started now, and what its start would take. Nothing is taken yet."""
+
+    block_ids: tuple[int, ...] = ()
+    """Indexed blocks that hold its next tokens, as the core has verified."""
+    num_tokens: int = 0
+    """Tokens in them."""
+    num_blocks_needed: int = 0
+    """Blocks that all its known tokens would take from `pool.num_available`: new ones, those to swap in, and those of the match
+    that are cached now."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,8 @@ class Open:
 
     most: int | None = None
     full: bool = False
-    """With `most=0`: whether it is a place that is lacking, so that a more urgent request may take one by preemption."""
+    """With `most=0`: whether it is a place alone that is lacking, so that a more urgent request may take one by preemption. A
+    promise: once a running request has given up its place, the gate opens in this same step."""
 
 
 @dataclass(frozen=True)
@@ -125,23 +139,6 @@ class Clock(Protocol):
         ...
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
-    """Between text and token ids."""
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text` as it stands: special tokens that the model expects at the start are added."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`; special tokens are left out, bytes that are no whole character yet come out as U+FFFD."""
-        ...
-
-    def chat(self, messages: Sequence[dict[str, str]]) -> list[int] | None:
-        """Token ids of a conversation ready for the assistant's answer; None when the model has no chat template."""
-        ...
-
-
 @dataclass(frozen=True)
 class ModelInfo:
     """What the core and the plugins need to know of a model."""
@@ -157,7 +154,9 @@ class ModelInfo:
     dtype_bytes: int = 2
     """Bytes of one element of KV that is kept whole."""
     fingerprint: str = ""
-    """Differs where KV computed by one model must not serve another: weights, adapter, precision."""
+    """Differs where KV computed by one model must not serve another: weights, precision."""
+    adapters: frozenset[str] = frozenset()
+    """Names of the adapters that requests may ask for."""
 
 
 SCALE_BYTES = 2
@@ -298,7 +297,10 @@ class PoolSize:
 
 @runtime_checkable
 class Executor(Protocol):
-    """Computes plans. Owns weights, KV tensors, swap space, tokenizer and sampling."""
+    """Computes plans. Owns weights, KV tensors, swap space, tokenizer and sampling.
+
+    A pass is launched, then collected. An executor that computes within one call derives from SyncExecutor and has a `run`.
+    """
 
     @property
     def model(self) -> ModelInfo: ...
@@ -315,8 +317,17 @@ class Executor(Protocol):
         """Make room for KV. Called once, before the first `run`. Raises ConfigError when it cannot."""
         ...
 
-    def run(self, plan: StepPlan) -> Outcome:
-        """Copy, compute and sample. May raise: then nothing that the plan was to write is relied on."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether `launch` returns before the pass is done: then what the step before brought is told meanwhile."""
+        ...
+
+    def launch(self, plan: StepPlan) -> None:
+        """Begin to copy, compute and sample. May raise: then nothing that the plan was to write is relied on."""
+        ...
+
+    def collect(self) -> Outcome:
+        """Wait for the pass that was launched last, and say what it brought. May raise, as `launch`."""
         ...
 
     def describe(self) -> dict[str, str]:
@@ -330,6 +341,27 @@ class Executor(Protocol):
     def close(self) -> None:
         """Give everything back; called once."""
         ...
+
+
+class SyncExecutor:
+    """Base of executors that compute a pass in one call, `run`."""
+
+    overlaps = False
+    _launched: StepPlan | None = None
+
+    def run(self, plan: StepPlan) -> Outcome:
+        """Copy, compute and sample. May raise: then nothing that the plan was to write is relied on."""
+        raise NotImplementedError
+
+    def launch(self, plan: StepPlan) -> None:
+        """Keep the plan for `collect`."""
+        self._launched = plan
+
+    def collect(self) -> Outcome:
+        """Run it."""
+        plan, self._launched = self._launched, None
+        assert plan is not None, "collect() without launch()"
+        return self.run(plan)
 
 
 @dataclass(frozen=True)
@@ -348,7 +380,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What a step did and how the pool stands after it; told by `step_finished`."""
+    """What a step did and how the pool stood after it: frozen, since it may be told while the next pass runs."""
 
     step: int
     started_s: float

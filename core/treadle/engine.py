@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import threading
-import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from treadle.blocks import BlockPool
-from treadle.books import Books, SwapSpace
-from treadle.commit import Committer
-from treadle.contracts import EngineInfo, Executor, KVFormat, PoolSpec, StepReport, Tokenizer
-from treadle.decisions import Decisions
-from treadle.errors import ConfigError, EngineStopped, ExecutionError, InvalidRequest, TreadleError
+from treadle import logs
+from treadle.blocks import BlockPool, IntegrityError
+from treadle.contracts import EngineInfo, Executor, KVFormat, PoolSpec, StepReport
+from treadle.errors import ConfigError, EngineStopped, InvalidRequest, TreadleError, nearest
+from treadle.faults import Isolation
 from treadle.handles import Completion, Handle
-from treadle.intake import Intake, Prompt
-from treadle.logs import get_logger
-from treadle.plan import Outcome, StepPlan
-from treadle.planner import PRIORITY_TRAIT, Planner
+from treadle.inbox import Inbox, Prompt
+from treadle.kv_cache import KVCache, SwapSpace
+from treadle.loop import Loop
+from treadle.plan import FinishReason, Outcome, StepPlan
 from treadle.plugin_manager import REUSE_TRAIT, PluginManager
-from treadle.request import FinishReason, LiveRequest, Phase, RequestOptions
+from treadle.queues import Queues
+from treadle.request import LiveRequest, RequestOptions
+from treadle.rules import Rules
 from treadle.sampling_params import SamplingParams
+from treadle.scheduler import PRIORITY_TRAIT, Scheduler
 from treadle.settings import BlockSettings, Settings, load
 from treadle.step import Step
+from treadle.text import Tokenizer
 
-log = get_logger(__name__)
+log = logs.get_logger(__name__)
+FULL_CHECK_S = 10.0
+"""Least seconds of the clock between two full proofs of the books while idle."""
 
 
 class Engine:
@@ -48,55 +51,62 @@ class Engine:
         self.settings = settings
         self.manager = PluginManager(settings, plugins)
         self._hook = self.manager.hook
-        decisions = Decisions(self.manager)
-        self._decisions = decisions
-        self._executor = decisions.execute()
+        self._rules = Rules(self.manager)
+        self._executor = self._rules.execute()
         with _closing_on_error(self._executor):
             self._build()
-        self._suspects: deque[LiveRequest] = deque()
         self._number = 0
         self._failure: Exception | None = None
+        self._sound = True
+        """Whether requests and blocks are as they should be between two verbs: not where a step was torn."""
+        self._closing = threading.Lock()
         self._closed = False
-        self._step_lock = threading.RLock()
-        self._changed = threading.Condition()
-        self._arrival = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._untold: list[tuple[StepReport | None, list[LiveRequest]]] = []
+        self._next_full_check_s = self.clock.now()
 
     @classmethod
     def load(
         cls, path: Path | str | None = None, overrides: Sequence[str] = (), *, plugins: Iterable[object] = (), **values: Any
     ) -> Engine:
-        """An engine from a configuration file, overrides ("admit.every_steps=2") and values (admit="windowed")."""
-        return cls(load(path, overrides, values=values), plugins)
+        """An engine from a configuration file, overrides ("admit.every_steps=2") and values (admit="windowed").
+
+        Where any of them sets `log_level`, logs are set up too.
+        """
+        settings = load(path, overrides, values=values)
+        if ("log_level",) in settings.origins:
+            logs.configure(settings.root.log_level)
+        return cls(settings, plugins)
 
     def _build(self) -> None:
         model = self._executor.model
         self.clock = self._executor.clock
-        kv_format = self._decisions.quantize(model)
+        kv_format = self._rules.quantize(model)
         self._check_format(kv_format)
-        pool = self._open_pool(kv_format)
-        self.info = EngineInfo(
-            model,
-            kv_format,
-            pool[0].block_size,
-            pool[0].num_blocks,
-            pool[1].num_blocks,
-            self.clock,
-            self._executor.memory,
+        pool, swap_space = self._open_pool(kv_format)
+        sizes = (pool.block_size, pool.num_blocks, swap_space.num_blocks)
+        self.info = EngineInfo(model, kv_format, *sizes, self.clock, self._executor.memory)
+        self.kv_cache = KVCache(
+            pool,
+            swap_space,
+            self._hook,
+            index_blocks=self.manager.has_trait(REUSE_TRAIT),
+            max_pinned=self.settings.root.pool.max_pinned,
         )
-        self.books = Books(
-            *pool, self._hook, index_blocks=self.manager.has_trait(REUSE_TRAIT), max_pinned=self.settings.root.pool.max_pinned
-        )
-        self._planner = Planner(
-            self.books,
-            self._decisions,
+        self.queues = Queues(self.kv_cache, self._hook)
+        self._scheduler = Scheduler(
+            self.kv_cache,
+            self.queues,
+            self._rules,
             self._hook,
             vocab_size=model.vocab_size,
             drafts=self.manager.implements("propose"),
             urgent_preempt=self.manager.has_trait(PRIORITY_TRAIT),
         )
-        self._intake = Intake(self.info, self.books, self._decisions, self.tokenizer, self.settings.root.seed)
-        self._committer = Committer(self.books, self._decisions, model.vocab_size)
+        self._isolation = Isolation(self.kv_cache, self.queues)
+        claims = getattr(self.manager, "extras", {})
+        seed = self.settings.root.seed
+        self._inbox = Inbox(self.info, self.queues, self._rules, self.tokenizer, seed=seed, claims=claims)
+        self._loop = Loop(self.step, self.clock, self._give_up)
         self._hook.engine_started(engine=self.info)
         for failure in self.manager.ledger.failures:
             raise failure.__cause__ if isinstance(failure.__cause__, TreadleError) else failure
@@ -106,7 +116,7 @@ class Engine:
         if not isinstance(choice.settings, BlockSettings):
             raise ConfigError(f"{choice.offer.label}: the Settings of an allocation strategy must derive from BlockSettings")
         pool = self.settings.root.pool
-        size = self._decisions.open_pool(
+        size = self._rules.open_pool(
             self._executor, PoolSpec(choice.settings.block_size, kv_format, pool.num_blocks, pool.memory, pool.swap_memory)
         )
         return BlockPool(size.num_blocks, choice.settings.block_size), SwapSpace(size.num_swap_blocks)
@@ -132,279 +142,279 @@ class Engine:
     # --- requests, from any thread ----------------------------------------------------------------------------------------------
 
     def submit(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout_s: float | None = None,
-        cache_salt: str | None = None,
-        labels: Mapping[str, str] | None = None,
-        group: str | None = None,
-        reuse: bool = True,
-        pin_s: float | None = None,
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, **options: Any
     ) -> Handle:
-        """Post a request: text, or token ids. It is seen at the start of the next step.
+        """Post a request: text, token ids, or messages of a conversation. It is seen at the start of the next step.
 
-        Raises InvalidRequest for a prompt or values that could never be served, EngineStopped after the engine's end. Whether the
-        model and the pool can hold it, and whether it is accepted, is told by its completion.
+        `options` are those of RequestOptions: priority, timeout_s, cache_salt, adapter, labels, group, reuse, pin_s. Raises
+        InvalidRequest for a prompt or values that could never be served, EngineStopped after the engine's end. Whether the model
+        and the pool can hold it, and whether it is accepted, is told by its completion.
         """
-        options = RequestOptions(priority, timeout_s, cache_salt, _copied(labels), group, reuse, pin_s)
-        return self._post(prompt, [(params or SamplingParams(), request_id)], options)[0]
+        return self._post(prompt, params, request_id, None, options)[0]
 
-    def submit_group(self, prompt: Prompt, params: SamplingParams, n: int, **options: Any) -> list[Handle]:
-        """Post `n` requests of one prompt, which share its full blocks. With a seed, their seeds are seed, seed + 1, ..."""
-        wanted_n: object = n
-        if not isinstance(wanted_n, int) or isinstance(wanted_n, bool) or n < 1:
+    def submit_group(
+        self, prompt: Prompt, params: SamplingParams | None, n: int, *, request_id: str | None = None, **options: Any
+    ) -> list[Handle]:
+        """Post `n` requests of one prompt, which share its full blocks; otherwise as `submit`.
+
+        Their names are `request_id-0`, ... With a seed, theirs are seed, seed + 1, ..., the least seed behind the largest.
+        """
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise InvalidRequest(f"n={n!r} is not a whole number of at least 1")
-        base = options.pop("request_id", None) or self._intake.new_name("g")
-        seeds = [None if params.seed is None else params.seed + place for place in range(n)]
-        wanted = [(replace(params, seed=seed), f"{base}-{place}") for place, seed in enumerate(seeds)]
-        return self._post(prompt, wanted, RequestOptions(group=base, **options))
+        return self._post(prompt, params, request_id, n, options)
 
-    def _post(self, prompt: Prompt, wanted: Sequence[tuple[SamplingParams, str | None]], options: RequestOptions) -> list[Handle]:
-        requests = self._intake.post(prompt, wanted, options)
-        self._arrival.set()
-        return [Handle(self, request, self.tokenizer) for request in requests]
+    def _post(
+        self, prompt: Prompt, params: SamplingParams | None, name: str | None, n: int | None, options: Mapping[str, Any]
+    ) -> list[Handle]:
+        self._loop.check_process()
+        params = SamplingParams() if params is None else params
+        requests = self._inbox.post(prompt, params, _request_options(options), name=name, n=n)
+        self._loop.wake()
+        return [Handle(self._loop, request, self.tokenizer, self._cancel) for request in requests]
 
     def cancel(self, request_id: str) -> None:
-        """End a request at the start of the next step. Unknown and finished ids are ignored: it may just have ended."""
-        self._intake.post_cancel(request_id)
-        self._arrival.set()
+        """End the request that has this name now, at the start of the next step. Unknown names are ignored: it may have ended."""
+        self._inbox.cancel_named(request_id)
+        self._loop.wake()
+
+    def _cancel(self, request: LiveRequest) -> None:
+        if request.progress.end is None:
+            self._inbox.cancel(request)
+            self._loop.wake()
 
     def generate(
-        self, prompts: Iterable[Prompt], params: SamplingParams | None = None, *, ahead: int = 256, **options: Any
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | None = None,
+        *,
+        ahead: int = 256,
+        **options: Any,
     ) -> Iterator[Completion]:
-        """Complete many prompts, in their order. At most `ahead` are under way at once, so that any number may come.
+        """Complete one prompt, or many in their order. At most `ahead` are under way at once, so that any number may come.
 
-        An invalid or failed request yields a completion with its error; the others go on.
+        An invalid or failed request yields a completion with its error; the others go on. Wrong options raise at once. Those
+        under way are cancelled when the iterator is dropped.
         """
+        _request_options(options)
+        return self._generate(_several(prompts), params, ahead, options)
+
+    def _generate(
+        self, prompts: Iterable[Any], params: SamplingParams | None, ahead: int, options: Mapping[str, Any]
+    ) -> Iterator[Completion]:
         under_way: deque[Handle | Completion] = deque()
-        for prompt in prompts:
-            try:
-                under_way.append(self.submit(prompt, params, **options))
-            except InvalidRequest as error:
-                under_way.append(Completion.of_invalid(error, self.clock.now()))
-            if len(under_way) >= ahead:
+        try:
+            for prompt in prompts:
+                try:
+                    under_way.append(self.submit(prompt, params, **options))
+                except InvalidRequest as error:
+                    under_way.append(Completion.of_invalid(error, self.clock.now()))
+                if len(under_way) >= ahead:
+                    yield _awaited(under_way.popleft())
+            while under_way:
                 yield _awaited(under_way.popleft())
-        while under_way:
-            yield _awaited(under_way.popleft())
+        finally:
+            for item in under_way:  # given up early
+                if isinstance(item, Handle):
+                    item.cancel()
 
     # --- steps ------------------------------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Whether anything is to be done: posted, waiting or running requests, or blocks held by finished ones."""
-        return bool(self._intake.pending or self.books.waiting or self.books.running or self.books.held)
+        """Whether anything is to be done: posted, waiting or running requests, blocks held by finished ones, news to be told."""
+        queues = self.queues
+        return bool(self._inbox.pending or queues.waiting or queues.running or queues.held or self._untold)
 
     def step(self) -> float | None:
-        """One step. Never sleeps: returns the clock time at which it wants to be called again, or None for the next arrival."""
-        with self._step_lock:
+        """One step. Never sleeps: returns the clock time at which it wants to be called again, or None for the next arrival.
+
+        Raises EngineStopped after the engine's end, WrongCall from within a hook or in a forked process.
+        """
+        with self._loop.turn("step()"):
             step = self._begin()
-            self._intake.take_in(step)
-            self.books.unpin_expired(step.now)
-            plan = self._plan(step)
-            outcome = self._execute(step, plan)
-            if outcome is not None:
-                self._committer.commit(step, plan, outcome)
-            return self._end(step, plan, outcome)
+            with self._giving_up_when_torn():
+                return self._step(step)
+
+    def _step(self, step: Step) -> float | None:
+        self._inbox.drain(step)
+        plan = self._schedule(step)
+        outcome = self._run(step, plan)
+        self._scheduler.commit(step, plan, outcome)
+        return self._finish(step, plan, outcome)
 
     def advance(self, most_s: float | None = None) -> None:
         """One step, then sleep until the next one is due, a request arrives or `most_s` seconds have passed."""
-        self._pause(self.step(), most_s)
+        self._loop.pause(self.step(), most_s)
 
     def drain(self) -> None:
         """Step until nothing is left to do, waiting where a strategy wants to wait."""
+        self._loop.check_caller("drain()")
         while self.busy:
-            self._pause(self.step())
+            self._loop.pause(self.step())
 
     def _begin(self) -> Step:
         if self._failure is not None:
             raise EngineStopped(f"the engine failed: {self._failure}") from self._failure
-        if self._closed:
+        if self._loop.closed:
             raise EngineStopped("the engine was closed")
         self._number += 1
-        self._arrival.clear()
-        self.books.open_journal()
-        return Step(self._number, self.clock, self.books.pool, self.books.running, self.books.waiting)
+        self._loop.begin_step()
+        step = self._view()
+        self.kv_cache.begin_step(step.now)
+        return step
 
-    def _plan(self, step: Step) -> StepPlan:
-        while self._suspects:
-            if self._suspects[0].phase is not Phase.FINISHED:
-                plan = self._planner.plan_alone(step, self._suspects[0])
-                if plan.works:
-                    return plan
-            self._suspects.popleft()
-        return self._planner.plan(step)
+    def _view(self) -> Step:
+        queues = self.queues
+        return Step(self._number, self.clock, self.kv_cache.pool, queues.running, queues.waiting, self._scheduler.giving_way)
 
-    def _execute(self, step: Step, plan: StepPlan) -> Outcome | None:
+    def _schedule(self, step: Step) -> StepPlan:
+        for suspect in self._isolation.suspects():
+            plan = self._scheduler.schedule(step, alone=suspect)
+            if plan.works:
+                return plan
+        return self._scheduler.schedule(step)
+
+    def _run(self, step: Step, plan: StepPlan) -> Outcome | None:
+        """Launch the pass, tell what the step before brought while it is computed, and collect it."""
         if not plan.works and not plan.swap_out:
             return None
         try:
-            outcome = self._committer.check(plan, self._executor.run(plan))
+            self._executor.launch(plan)
+            self._publish()
+            outcome = self._rules.outcome(plan, self._executor.collect())
         except Exception as error:  # whatever the executor raises, the other requests go on
-            self._pass_failed(step, plan, error)
+            self._isolation.pass_failed(step, plan, self._scheduler.scheduled, error)
             return None
         except BaseException:
             # an interrupt: who catches it may step on, and must not find blocks in the index that were never written
-            self.books.undo(step)
+            self._isolation.undo(step)
+            self._sound = True
             raise
-        self.books.close_journal()
-        if self._suspects:
-            self._suspects.popleft()
+        self.kv_cache.confirm()
+        self._isolation.acquit()
         return outcome
 
-    def _pass_failed(self, step: Step, plan: StepPlan, error: Exception) -> None:
-        """Undo the step. Its requests are computed one by one next, so that only the one that cannot be computed ends."""
-        num_copies = len(plan.swap_out) + len(plan.swap_in)
-        problem = f"{type(error).__name__}: {error}"
-        log.error("pass_failed", step=step.number, requests=len(plan.works), copies=num_copies, error=problem)
-        running = {work.request_id: self.books.running[work.request_id] for work in plan.works}
-        self.books.undo(step)
-        if num_copies or len(running) != 1:
-            # with copies nobody is to blame yet: undone, they do not come again, as what they were for is computed anew
-            self._suspects = self._suspects or deque(running.values())
-            return
-        if self._suspects:
-            self._suspects.popleft()
-        if not isinstance(error, TreadleError):
-            cause, error = error, ExecutionError(f"the executor failed: {problem}")
-            error.__cause__ = cause
-        _let_go(error)
-        for request in running.values():
-            self._intake.end(step, request, FinishReason.ERROR, error)
-
-    def _end(self, step: Step, plan: StepPlan, outcome: Outcome | None) -> float | None:
-        self._committer.release_held(step)
-        self._report(step, plan, outcome.copy_s if outcome else 0.0)
+    def _finish(self, step: Step, plan: StepPlan, outcome: Outcome | None) -> float | None:
+        self._hook.step_committed(step=step)
+        self._untold.append((self._report(step, plan, outcome.copy_s if outcome else 0.0), self._news()))
+        if not (self._executor.overlaps and self.queues.running):
+            self._publish()
         if self.manager.ledger.failures:
             self._fail(step, self.manager.ledger.failures[0])
-        self._forget_ended()
+        elif not (self.queues.waiting or self.queues.running or self.queues.held):
+            self._check_while_idle(step)
         return self._next_call(step)
 
-    def _forget_ended(self) -> None:
-        self._intake.forget(self.books.ended)
-        self.books.ended.clear()
-        with self._changed:
-            self._changed.notify_all()
+    def _news(self) -> list[LiveRequest]:
+        """Requests of which there is something to publish. Names of those that ended may be given again."""
+        ended = self.queues.ended
+        self._inbox.forget(ended)
+        news = list(dict.fromkeys([*self._scheduler.changed, *ended]))
+        ended.clear()
+        self._scheduler.changed = []
+        return news
 
-    def _report(self, step: Step, plan: StepPlan, copy_s: float) -> None:
-        pool = self.books.pool
-        self._hook.step_finished(
-            step=step,
-            report=StepReport(
-                step=step.number,
-                started_s=step.now,
-                ended_s=self.clock.now(),
-                num_works=len(plan.works),
-                num_tokens=plan.num_tokens,
-                num_prefill_tokens=plan.num_prefill_tokens,
-                num_swapped=len(plan.swap_out) + len(plan.swap_in),
-                copy_s=copy_s,
-                num_running=len(self.books.running),
-                num_waiting=len(self.books.waiting),
-                blocks_free=pool.num_free,
-                blocks_used=pool.num_used,
-                blocks_cached=pool.num_cached,
-                finished=tuple(self.books.ended),
-            ),
+    def _publish(self) -> None:
+        """Tell plugins of the steps that are over, and callers what these brought."""
+        untold, self._untold = self._untold, []
+        for report, news in untold:
+            if report is not None:
+                self._hook.step_finished(report=report)
+            for request in news:
+                _call(request.publish(), request)
+
+    def _report(self, step: Step, plan: StepPlan, copy_s: float) -> StepReport:
+        pool = self.kv_cache.pool
+        return StepReport(
+            step=step.number,
+            started_s=step.now,
+            ended_s=self.clock.now(),
+            num_works=len(plan.works),
+            num_tokens=plan.num_tokens,
+            num_prefill_tokens=plan.num_prefill_tokens,
+            num_swapped=len(plan.swap_out) + len(plan.swap_in),
+            copy_s=copy_s,
+            num_running=len(self.queues.running),
+            num_waiting=len(self.queues.waiting),
+            blocks_free=pool.num_free,
+            blocks_used=pool.num_used,
+            blocks_cached=pool.num_cached,
+            finished=tuple(self.queues.ended),
         )
 
     def _next_call(self, step: Step) -> float | None:
-        if self._intake.pending or self.books.running or self._suspects:
+        if self._inbox.pending or self.queues.running or self._isolation.active or self._untold:
             return step.now
-        if not self.books.waiting:
+        if not self.queues.waiting:
             return None
-        wake_s = step.now if self._planner.wake_s is None else self._planner.wake_s
-        expiry_s = self._intake.next_expiry_s
+        wake_s = step.now if self._scheduler.wake_s is None else self._scheduler.wake_s
+        expiry_s = self._inbox.next_expiry_s
         return wake_s if expiry_s is None else min(wake_s, expiry_s)
+
+    # --- the end ----------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _giving_up_when_torn(self) -> Iterator[None]:
+        """A step that was interrupted outside of a pass leaves books that cannot be trusted: the engine ends, and says why."""
+        self._sound = False
+        try:
+            yield
+            self._sound = True
+        except BaseException as error:
+            if not self._sound:
+                self._give_up(error)
+            raise
 
     def _fail(self, step: Step, error: Exception) -> None:
         """The engine cannot go on: every request ends with the error."""
         self._failure = error
         log.error("engine_failed", error=str(error))
-        self._intake.close(str(error))
-        self._intake.end_all(step, FinishReason.ERROR, error)
-        self._suspects.clear()
+        self._inbox.close(str(error))
+        self._inbox.end_all(step, FinishReason.ERROR, error)
+        self._isolation.clear()
+        self._publish_ends()
 
-    # --- waiting ----------------------------------------------------------------------------------------------------------------
-
-    def wait_for(self, reached: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Block until `reached()`; step meanwhile when no thread does. Raises TimeoutError."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not reached():
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                raise TimeoutError(f"not reached within {timeout_s} s")
-            if self._thread is not None:
-                with self._changed:
-                    self._changed.wait_for(lambda: reached() or self._thread is None, left)
-            else:
-                try:
-                    until_s = self.step()
-                except EngineStopped:
-                    if reached():  # another thread's step was the engine's last
-                        return
-                    raise
-                self._pause(until_s, left)
-
-    def _pause(self, until_s: float | None, most_s: float | None = None) -> None:
-        """Sleep until a clock time or an arrival. A virtual clock jumps instead."""
-        now = self.clock.now()
-        if until_s is None or until_s <= now or self.clock.wait(until_s):
+    def _give_up(self, error: BaseException) -> None:
+        """What no rule foresees ended a step, or the engine's thread: every request ends with the error, whatever its state."""
+        if self._failure is not None:
             return
-        left = until_s - now
-        self._arrival.wait(left if most_s is None else min(left, most_s))
+        failure = error
+        if not isinstance(failure, TreadleError):
+            failure = EngineStopped(f"a step was ended by {type(error).__name__}" + (f": {error}" if str(error) else ""))
+            failure.__cause__ = error
+        if self._sound:
+            self._fail(self._view(), failure)
+            return
+        self._failure = failure
+        log.error("engine_failed", error=str(failure))
+        self._inbox.close(str(failure))
+        for request in self._inbox.everybody():
+            _call(request.publish_end(failure), request)
 
-    # --- life -------------------------------------------------------------------------------------------------------------------
+    def _publish_ends(self) -> None:
+        self._untold.append((None, self._news()))
+        self._publish()
 
     def start(self) -> Engine:
         """Step on a thread of the engine's own until `close`."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="treadle", daemon=True)
-            self._thread.start()
+        self._loop.start()
         return self
-
-    def _run(self) -> None:
-        try:
-            while True:
-                until_s = self.step()
-                if self._closed:  # looked at after the step has cleared the arrival: `close` sets it once more
-                    break
-                if until_s is None:
-                    self._arrival.wait()
-                else:
-                    self._pause(until_s)
-        except EngineStopped:
-            pass  # closed between two steps
-        except BaseException as error:
-            log.error("stepping_stopped", error=f"{type(error).__name__}: {error}")
-            if self._failure is None:
-                self._fail(self._step_after_failure(), error if isinstance(error, Exception) else EngineStopped(str(error)))
-        finally:
-            self._thread = None
-            self._forget_ended()
-
-    def _step_after_failure(self) -> Step:
-        return Step(self._number, self.clock, self.books.pool, self.books.running, self.books.waiting)
 
     def close(self) -> None:
         """End every request that is under way, stop, and give the model back. May be called twice."""
-        with self._changed:
+        self._loop.check_caller("close()")
+        with self._closing:
             if self._closed:
                 return
             self._closed = True
-        self._intake.close("it was closed")
-        self._arrival.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join()
-        with self._step_lock:
-            self._intake.end_all(self._step_after_failure(), FinishReason.CANCELLED)
+        self._inbox.close("it was closed")
+        self._loop.close()
+        with self._loop.turn("close()"):
+            if self._sound:
+                self._inbox.end_all(self._view(), FinishReason.CANCELLED)
+                self._publish_ends()
             self._hook.engine_stopped()
             self._executor.close()
-        self._forget_ended()
 
     def __enter__(self) -> Engine:
         return self
@@ -412,31 +422,57 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    # --- proof ------------------------------------------------------------------------------------------------------------------
+
     def check_integrity(self) -> None:
-        """Prove the books. Raises IntegrityError. Between steps only."""
-        self.books.check_integrity()
+        """Prove the books. Raises IntegrityError, with what plugins know of it. Between steps only."""
+        self._prove(lambda: self.kv_cache.check_integrity(list(self.queues)))
+
+    def _check_while_idle(self, step: Step) -> None:
+        """With nothing left to do, the books balance: a look each time, a full proof now and then."""
+        self._prove(self.kv_cache.check_balance)
+        if step.now >= self._next_full_check_s:
+            self._next_full_check_s = step.now + FULL_CHECK_S
+            self.check_integrity()
+
+    def _prove(self, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except IntegrityError as error:
+            self._hook.integrity_broken(error=error)
+            raise
 
 
-def _copied(labels: object) -> dict[str, str]:
-    if labels is None:
-        return {}
-    if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
-        raise InvalidRequest(f"labels={labels!r} is not a mapping of texts to texts")
-    return dict(labels)
+def _request_options(options: Mapping[str, Any]) -> RequestOptions:
+    """The options of a request. Raises InvalidRequest, which says where a name that is unknown here belongs."""
+    known = [f.name for f in fields(RequestOptions)]
+    for name in options:
+        if name in {f.name for f in fields(SamplingParams)}:
+            raise InvalidRequest(f"{name} is a sampling parameter: give it as SamplingParams({name}=...)")
+        if name not in known:
+            raise InvalidRequest(f"unknown option {name!r} of a request; {nearest(name, known)}")
+    return RequestOptions(**options)
+
+
+def _several(prompts: Prompt | Iterable[Prompt]) -> Iterable[Any]:
+    """Prompts one by one; a text, token ids or a conversation alone are one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Sequence) and prompts and isinstance(prompts[0], (int, Mapping)):
+        return [prompts]
+    return prompts
+
+
+def _call(watchers: Iterable[Callable[[], None]], request: LiveRequest) -> None:
+    for watcher in watchers:
+        try:
+            watcher()
+        except Exception as error:  # noqa: PERF203  # a caller's callback may raise anything, and must not end a step
+            log.error("callback_failed", request_id=request.id, error=f"{type(error).__name__}: {error}")
 
 
 def _awaited(item: Handle | Completion) -> Completion:
     return item if isinstance(item, Completion) else item.result()
-
-
-def _let_go(error: BaseException | None) -> None:
-    """Empty the frames of a failed pass. They hold its tensors, and the error lives as long as somebody keeps the completion."""
-    seen: list[BaseException] = []
-    # causes only: the context of an error may be one that the caller of the step is handling
-    while error is not None and error not in seen:
-        traceback.clear_frames(error.__traceback__)
-        seen.append(error)
-        error = error.__cause__
 
 
 @contextmanager

@@ -41,6 +41,10 @@ class EngineStopped(TreadleError):
     """The engine was stopped, or failed, before the request ended."""
 
 
+class WrongCall(TreadleError):
+    """A call that cannot be made from where it was made: from a hook, or from a process that was forked."""
+
+
 class PluginError(TreadleError):
     """A plugin raised an exception inside one of its hooks."""
 

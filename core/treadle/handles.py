@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from treadle.contracts import Tokenizer
-from treadle.plan import TokenLogprobs
-from treadle.request import FinishReason, LiveRequest, Phase, Request
-from treadle.text import TextStream
-
-if TYPE_CHECKING:
-    from treadle.engine import Engine
+from treadle.loop import Loop
+from treadle.plan import FinishReason, TokenLogprobs
+from treadle.request import Counted, Figures, LiveRequest, Request
+from treadle.text import TextStream, Tokenizer
 
 
 @dataclass(frozen=True)
-class Completion:
+class Completion(Counted):
     """How a request ended. Times are the engine's clock, in seconds."""
 
     request_id: str
@@ -27,22 +24,23 @@ class Completion:
     """Generated text, without special tokens, stop tokens and stop strings; None when the executor has no tokenizer."""
     finish_reason: FinishReason
     error: Exception | None
-    num_cached_tokens: int
-    num_preempted: int
-    num_recomputed_tokens: int
-    """Tokens computed again after preemptions: work that was lost."""
-    was_trimmed: bool
-    arrival_s: float
-    admitted_s: float | None
-    first_token_s: float | None
-    finished_s: float
+    counted: Figures
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @classmethod
     def of_invalid(cls, error: Exception, now: float, request_id: str = "") -> Completion:
         """The completion of a request that never was one."""
-        return cls(request_id, (), (), None, FinishReason.REFUSED, error, 0, 0, 0, False, now, None, None, now)
+        return cls(request_id, (), (), None, FinishReason.REFUSED, error, Figures(now, finished_s=now))
+
+    @property
+    def figures(self) -> Figures:
+        return self.counted
+
+    @property
+    def finished_s(self) -> float:
+        assert self.counted.finished_s is not None
+        return self.counted.finished_s
 
     @property
     def ttft_s(self) -> float | None:
@@ -73,10 +71,14 @@ class Chunk(NamedTuple):
 class Handle:
     """A request on its way. Safe to use from any thread."""
 
-    def __init__(self, engine: Engine, request: LiveRequest, tokenizer: Tokenizer | None) -> None:
-        self._engine = engine
+    def __init__(
+        self, loop: Loop, request: LiveRequest, tokenizer: Tokenizer | None, cancel: Callable[[LiveRequest], None]
+    ) -> None:
+        self._loop = loop
         self._request = request
         self._tokenizer = tokenizer
+        self._cancel = cancel
+        self._polled = _Reader(request, tokenizer)
 
     def __repr__(self) -> str:
         return f"<Handle of {self._request!r}>"
@@ -91,55 +93,59 @@ class Handle:
 
     @property
     def finished(self) -> bool:
-        return self._request.phase is Phase.FINISHED
+        """Whether the completion is there."""
+        return self._request.progress.end is not None
 
     def cancel(self) -> None:
-        """Ask for the request's end; it takes effect at the start of the next step."""
-        self._engine.cancel(self._request.id)
+        """Ask for the request's end; it takes effect at the start of the next step. Ignored when it has ended."""
+        self._cancel(self._request)
 
     def result(self, timeout_s: float | None = None) -> Completion:
         """Wait for the end. Steps the engine when no thread does. Raises TimeoutError when `timeout_s` seconds were too few."""
-        self._engine.wait_for(lambda: self.finished, timeout_s)
+        self._loop.wait_for(self._request, lambda: self.finished, timeout_s)
         return self.completion()
 
     def stream(self) -> Iterator[Chunk]:
-        """Yield new tokens, with their text, as they come. Ends with the request; its `completion` says why."""
-        request = self._request
-        text = None if self._tokenizer is None else TextStream(self._tokenizer, request.params.stop)
-        num_seen = 0
-        while True:
-            self._engine.wait_for(lambda: self.finished or request.num_output > num_seen)  # noqa: B023  # called at once
-            ended = self.finished
-            new = request.token_ids(request.prompt_length + num_seen)
-            piece = ""
-            if text is not None:
-                piece = self._push(text, new, num_seen, ended)
-            if new or piece:
-                yield Chunk(new, piece)
-            num_seen += len(new)
-            if ended:
-                return
+        """Yield new tokens, with their text, as they come. Ends with the request; its `completion` says why.
+
+        A stream that is closed before its end, as by leaving the loop over it, cancels the request.
+        """
+        reader = _Reader(self._request, self._tokenizer)
+        try:
+            while not reader.ended:
+                self._loop.wait_for(self._request, lambda: reader.has_news)
+                chunk = reader.read()
+                if chunk is not None:
+                    yield chunk
+        finally:
+            if not reader.ended:
+                self.cancel()
+
+    def poll(self) -> Chunk | None:
+        """New output since the last call, without waiting; None when there is none. For one reader at a time."""
+        return self._polled.read() if self._polled.has_news else None
+
+    def on_progress(self, callback: Callable[[], None]) -> None:
+        """Call `callback` whenever there is new output, and at the end: on the stepping thread, so it must return at once.
+
+        What it raises is logged. If there is output already, or the end, it is called here and now as well.
+        """
+        self._loop.watch(self._request, callback)
+        if self._request.progress != (0, None):
+            callback()
 
     def completion(self) -> Completion:
         """The completion of a finished request."""
-        request = self._request
-        assert request.finish_reason is not None, f"{request!r} has not ended"
-        assert request.finished_s is not None
+        request, (num_output, end) = self._request, self._request.progress
+        assert end is not None, f"{request!r} has not ended"
         return Completion(
             request_id=request.id,
             prompt_token_ids=request.token_ids(0, request.prompt_length),
-            token_ids=request.token_ids(request.prompt_length),
+            token_ids=request.token_ids(request.prompt_length, request.prompt_length + num_output),
             text=self._text(),
-            finish_reason=request.finish_reason,
-            error=request.error,
-            num_cached_tokens=request.num_cached_tokens,
-            num_preempted=request.num_preempted,
-            num_recomputed_tokens=request.num_recomputed_tokens,
-            was_trimmed=request.was_trimmed,
-            arrival_s=request.arrival_s,
-            admitted_s=request.admitted_s,
-            first_token_s=request.first_token_s,
-            finished_s=request.finished_s,
+            finish_reason=end.reason,
+            error=end.error,
+            counted=request.figures,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
         )
@@ -147,16 +153,41 @@ class Handle:
     def _text(self) -> str | None:
         if self._tokenizer is None:
             return None
-        text = TextStream(self._tokenizer, self._request.params.stop)
-        self._push(text, self._request.token_ids(self._request.prompt_length), 0, ended=True)
-        return text.text
+        chunk = _Reader(self._request, self._tokenizer).read()
+        return "" if chunk is None else chunk.text
 
-    def _push(self, text: TextStream, new: tuple[int, ...], num_seen: int, ended: bool) -> str:
+
+class _Reader:
+    """Reads what was published of a request, and no token twice."""
+
+    def __init__(self, request: LiveRequest, tokenizer: Tokenizer | None) -> None:
+        self._request = request
+        self._text = None if tokenizer is None else TextStream(tokenizer, request.params.stop)
+        self._num_seen = 0
+        self.ended = False
+        """Whether all has been read."""
+
+    @property
+    def has_news(self) -> bool:
+        num_output, end = self._request.progress
+        return not self.ended and (end is not None or num_output > self._num_seen)
+
+    def read(self) -> Chunk | None:
+        """What is new; None when that is neither token nor text."""
+        num_output, end = self._request.progress
+        start = self._request.prompt_length
+        new = self._request.token_ids(start + self._num_seen, start + num_output)
+        piece = "" if self._text is None else self._decode(self._text, new, None if end is None else end.reason)
+        self._num_seen = num_output
+        self.ended = end is not None
+        return Chunk(new, piece) if new or piece else None
+
+    def _decode(self, text: TextStream, new: tuple[int, ...], ended: FinishReason | None) -> str:
         """Decode new tokens, one by one while a stop string must not count yet; a stop token's own text is left out."""
         params = self._request.params
-        if ended and new and self._request.finish_reason is FinishReason.STOP and new[-1] in params.stop_token_ids:
+        if ended is FinishReason.STOP and new and new[-1] in params.stop_token_ids:
             new = new[:-1]
-        early = max(0, min(len(new), params.min_tokens - num_seen - 1))
+        early = max(0, min(len(new), params.min_tokens - self._num_seen - 1))
         piece = text.push(new[:early], may_stop=False) if early else ""
         piece += text.push(new[early:])
-        return piece + text.finish() if ended else piece
+        return piece + text.finish() if ended is not None else piece

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from treadle.blocks import IntegrityError
     from treadle.contracts import (
         Accept,
         Admission,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         Executor,
         KVFormat,
         Load,
+        Match,
         ModelInfo,
         NotBefore,
         Open,
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
         StepReport,
         Trim,
     )
+    from treadle.plan import BlockCopy
     from treadle.registry import CommandRegistrar, StrategyRegistrar
     from treadle.request import Request
     from treadle.settings import Settings
@@ -78,13 +81,15 @@ class Hooks:
         """
 
     @hookspec(firstresult=True)
-    def admit(self, step: Step, request: Request) -> Admission | NotBefore | None:
+    def admit(self, step: Step, request: Request, match: Match) -> Admission | NotBefore | None:
         """Whether a waiting request starts now.
 
-        Called: for one waiting request after another, in the order that `order` gives, while the gate is open.
+        Called: for one waiting request after another, in the order that `order` gives, while the gate is open. `match` says what
+        it would reuse, and how many blocks its start would take. Also for an urgent request, before others give way to it.
 
-        Returns: `START`, `SKIP` (leave it and look at the next one), `STOP` (look no further in this step), `NotBefore(time)`
-        (like SKIP, and step again then at the latest), or None to pass the question on. When nobody answers, it starts.
+        Returns: `START`, `SKIP` (leave it and look at the next one), `STOP` (look no further in this step), `NO_ROOM` (the same,
+        for want of blocks alone: an urgent request may then have those of others), `NotBefore(time)` (like SKIP, and step again
+        then at the latest), or None to pass the question on. When nobody answers, it starts.
 
         Rules:
             - answers an Admission, NotBefore or None
@@ -105,24 +110,26 @@ class Hooks:
         """
 
     @hookspec(firstresult=True)
-    def propose(self, step: Step, request: Request, most: int) -> Sequence[int] | None:
+    def propose(self, step: Step, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int] | None] | None:
         """Draft tokens that may follow, to be verified in the same pass.
 
-        Called: for each running request in decode, before the budget is taken, if any plugin implements it.
+        Called: once in a step, for all running requests in decode, before the budget is taken, if any plugin implements it.
 
-        Returns: up to `most` token ids; empty or None for no draft. Drafts change how fast tokens come, never which.
+        Returns: for each of `requests` up to as many token ids as `most` says beside it, or None for no draft; None for no drafts
+        at all. Drafts change how fast tokens come, never which.
 
         Rules:
-            - answers at most `most` token ids of the model's vocabulary
+            - answers a sequence of drafts for each request, or None
+            - drafts at most `most` token ids of the model's vocabulary
 
-        Cost: once per running request and step.
+        Cost: once per step.
 
         >>> from treadle import hookimpl
         >>> from treadle.testing import play
         >>> class RepeatLast:
         ...     @hookimpl
-        ...     def propose(self, step, request, most):
-        ...         return request.token_ids(-1)[:most]
+        ...     def propose(self, requests, most):
+        ...         return [request.token_ids(-1) for request in requests]
         >>> play(RepeatLast(), prompts=[[1, 2]])[0].token_ids == play(prompts=[[1, 2]])[0].token_ids
         True
         """
@@ -131,8 +138,8 @@ class Hooks:
     def match_prefix(self, step: Step, request: Request) -> Sequence[int] | None:
         """Nominate cached or used blocks that hold the start of the request's tokens.
 
-        Called: when a request is about to start or resume, and again at each block boundary while it is in prefill. Not for
-        requests that ask for prompt logprobs.
+        Called: for a waiting request before `admit` judges it, and again at each block boundary while it is in prefill. Not for
+        requests that ask for prompt logprobs. A waiting request may be matched in several steps before it starts.
 
         Returns: block ids from token 0 on, in order; empty or None for no match. They are a nomination: the core compares token
         ids, parents and isolation keys with its own records, and takes the blocks up to the first difference.
@@ -141,7 +148,7 @@ class Hooks:
             - answers at most floor((known tokens - 1) / block size) blocks
             - answers ids of blocks of the pool, each once
 
-        Cost: once per admission, and once per block of a chunked prefill.
+        Cost: once per waiting request that `admit` is asked about, and once per block of a chunked prefill.
 
         >>> from treadle import hookimpl
         >>> from treadle.testing import play
@@ -186,15 +193,15 @@ class Hooks:
         """Choose a running request that gives way.
 
         Called: when a running request needs `num_blocks` blocks and nothing can be evicted; asked again until they are there.
-        With an order that lets urgent requests preempt also for a waiting request, whose victim must be of lower priority;
-        `num_blocks` is then 0 when it is a place in the batch that is missing.
+        With an order that lets urgent requests preempt also for a waiting request that `gate` and `admit` let start; its victims
+        must be of lower priority, and give way only when all that it lacks is found. `num_blocks` is 0 when that is a place.
 
         Returns: `Preemption(victim, mode, num_blocks)`, or None: then the request waits for blocks to come back. The victim may
         be the request itself. When nobody can go on, the core preempts the last admitted request, so that the first progresses.
 
         Rules:
             - answers a Preemption or None
-            - names a running request with no work planned in this step
+            - names a running request with no work planned in this step, each once
             - names a victim of lower priority when the request is waiting
             - takes at least one block, or all
             - swaps only where the executor has swap space
@@ -276,13 +283,15 @@ class Hooks:
     def gate(self, step: Step) -> Open | NotBefore | None:
         """Whether and how many waiting requests may start in this step.
 
-        Called: once in a step that has waiting requests; once more after a waiting request preempted a running one.
+        Called: once in a step that has waiting requests; once more after a request gave up its place to an urgent one, which
+        happens only after `Open(0, full=True)`.
 
         Returns: `Open(most)` or `NotBefore(time)`. When nobody answers, any number may start.
 
         Rules:
             - answers Open, NotBefore or None
             - is open, or gives a time still to come, while nothing runs
+            - opens in the step in which a request gave up its place, after saying `full`
 
         Cost: once per step.
 
@@ -385,8 +394,9 @@ class Hooks:
 
         Rules:
             - answers an Executor
-            - run returns an Outcome
+            - collect returns an Outcome
             - an Outcome has an entry for each work
+            - ends a sampled work by STOP or LENGTH
             - a work that is not sampled brings no token
             - a sampled work brings 1 token, and at most 1 for each drafted one
             - tokens are ids of the model's vocabulary
@@ -427,11 +437,15 @@ class Hooks:
 
     @hookspec
     def request_finished(self, step: Step, request: Request) -> None:
-        """The request ended, wherever it was, for the reason that it carries. Not told of requests that were never queued."""
+        """The request ended, wherever it was, for the reason that it carries. If it was never queued, it is told as refused."""
+
+    @hookspec
+    def request_refused(self, step: Step, request: Request) -> None:
+        """The request ended before it was queued: refused by `accept` or for its length, or cancelled before a step saw it."""
 
     @hookspec
     def prefix_matched(self, step: Step, request: Request, block_ids: Sequence[int], num_tokens: int) -> None:
-        """The request will use these blocks for `num_tokens` of its tokens; none when nothing matched."""
+        """The request uses these blocks for `num_tokens` of its tokens from now on; none when it starts without."""
 
     @hookspec
     def blocks_allocated(self, step: Step, request: Request, block_ids: Sequence[int]) -> None:
@@ -440,6 +454,18 @@ class Hooks:
     @hookspec
     def blocks_filled(self, step: Step, request: Request, block_ids: Sequence[int]) -> None:
         """This step's pass fills these blocks; they are indexed already, so that others can match them within the step."""
+
+    @hookspec
+    def blocks_released(self, step: Step, request: Request, block_ids: Sequence[int]) -> None:
+        """The request holds these blocks no longer. What becomes of those that nobody else holds is told next."""
+
+    @hookspec
+    def blocks_swapped_out(self, step: Step, request: Request, copies: Sequence[BlockCopy]) -> None:
+        """Blocks of the request are copied to swap space in this step's pass; they are told as released next."""
+
+    @hookspec
+    def blocks_swapped_in(self, step: Step, request: Request, copies: Sequence[BlockCopy]) -> None:
+        """Blocks that were just allocated to the request are copied from swap space in this step's pass."""
 
     @hookspec
     def blocks_cached(self, step: Step, block_ids: Sequence[int]) -> None:
@@ -458,8 +484,16 @@ class Hooks:
         """Blocks are free."""
 
     @hookspec
-    def step_finished(self, step: Step, report: StepReport) -> None:
-        """The step is over and the books are closed."""
+    def step_committed(self, step: Step) -> None:
+        """What the step brought is in the books; told at once, with the step as it stands."""
+
+    @hookspec
+    def step_finished(self, report: StepReport) -> None:
+        """The step is over. The report is frozen: where passes overlap with planning, the next pass runs already."""
+
+    @hookspec
+    def integrity_broken(self, error: IntegrityError) -> None:
+        """The books contradict themselves. What a plugin knows of it can be added by `error.attach(text)` before it is raised."""
 
     # --- register -----------------------------------------------------------------------------------------------------------
 

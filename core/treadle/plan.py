@@ -5,11 +5,25 @@ A plan is immutable and can be pickled, so that it can be sent to other ranks as
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from treadle.sampling_params import SamplingParams
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """End of text, a stop token or a stop string; or the executor said so."""
+    LENGTH = "length"
+    """`max_tokens`, or the model's or the pool's length."""
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    REFUSED = "refused"
+    ERROR = "error"
 
 
 class Work(NamedTuple):
@@ -35,6 +49,8 @@ class Work(NamedTuple):
     following: int | None = None
     """Where prompt log-probabilities are wanted: the prompt token behind the last one of this work, if there is one. Its
     log-probability comes from this work's last row of logits."""
+    adapter: str | None = None
+    """Name of the adapter that computes it; None means the model as it is."""
 
 
 class BlockCopy(NamedTuple):
@@ -89,5 +105,8 @@ class Outcome:
     prompt_logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     """For works that asked: one entry for each prompt token that this work computed, but the prompt's first, then one for
     `following`."""
+    ends: Mapping[int, FinishReason] = field(default_factory=dict)
+    """Works whose request ends with these tokens, by STOP or LENGTH, for a reason that the executor knows, such as a grammar that
+    is complete."""
     copy_s: float = 0.0
     """Seconds spent on the plan's copies."""

@@ -1,22 +1,22 @@
 """A request: a list of known tokens, and a count of how many of them have their KV in the pool.
 
-`Request` is what plugins see: queries only. `LiveRequest` adds the verbs, which are the core's alone; nothing else changes a
-request's phase, tokens or blocks.
+`Request` is what plugins see: queries only. `LiveRequest` adds the verbs, which are the core's alone: nothing else changes a
+request's phase or tokens. Its blocks stand in a `BlockTable`, which nobody but the KV cache changes.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-from treadle.blocks import BlockRef
+from treadle.blocks import BlockTable
+from treadle.errors import InvalidRequest
+from treadle.frozen import Frozen
+from treadle.plan import FinishReason, TokenLogprobs
 from treadle.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from treadle.plan import TokenLogprobs
-    from treadle.text import TextStream
+from treadle.text import TextStream
 
 T = TypeVar("T")
 
@@ -31,19 +31,6 @@ class Phase(enum.Enum):
     PREEMPTED = "preempted"
     """Waiting again, at its old place in the order."""
     FINISHED = "finished"
-
-
-class FinishReason(enum.Enum):
-    """Why a request ended."""
-
-    STOP = "stop"
-    """End of text, a stop token or a stop string."""
-    LENGTH = "length"
-    """`max_tokens`, or the model's or the pool's length."""
-    CANCELLED = "cancelled"
-    TIMEOUT = "timeout"
-    REFUSED = "refused"
-    ERROR = "error"
 
 
 _MOVES = {
@@ -82,7 +69,10 @@ class Stash:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """What a caller may say of a request besides its prompt and sampling."""
+    """What a caller may say of a request besides its prompt and sampling. Checked when made; immutable.
+
+    Raises InvalidRequest for a value of a wrong type or out of range.
+    """
 
     priority: int = 0
     """Higher is more urgent."""
@@ -90,8 +80,10 @@ class RequestOptions:
     """Seconds after which the request ends, wherever it is."""
     cache_salt: str | None = None
     """Only requests of the same salt share blocks."""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Free for plugins, such as a tenant's name."""
+    adapter: str | None = None
+    """Name of the adapter that computes it, one of those that the executor's `ModelInfo.adapters` names."""
+    labels: Mapping[str, str] | None = field(default=None, hash=False)
+    """Free for plugins, such as a tenant's name. A copy is kept."""
     group: str | None = None
     """Requests made from one prompt with n > 1 have a group in common."""
     reuse: bool = True
@@ -99,43 +91,129 @@ class RequestOptions:
     pin_s: float | None = None
     """Keep the prompt's full blocks from eviction for this many seconds, from the time they are computed."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
+            raise InvalidRequest(f"priority={self.priority!r} is not a whole number")
+        for name in ("timeout_s", "pin_s"):
+            value: object = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+                raise InvalidRequest(f"{name}={value!r} is not a number of seconds above 0")
+        for name in ("cache_salt", "adapter", "group"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise InvalidRequest(f"{name}={value!r} is not a text")
+        if not isinstance(self.reuse, bool):
+            raise InvalidRequest(f"reuse={self.reuse!r} is neither true nor false")
+        if self.pin_s is not None and not self.reuse:
+            raise InvalidRequest(f"pin_s={self.pin_s!r} pins blocks that reuse=False does not share; drop one of the two")
+        labels: object = self.labels
+        if labels is None:
+            labels = {}
+        if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
+            raise InvalidRequest(f"labels={labels!r} is not a mapping of texts to texts")
+        object.__setattr__(self, "labels", Frozen(labels))
 
-class Request:
+
+@dataclass(frozen=True)
+class Figures:
+    """What is counted and timed of a request. Times are the engine's clock, in seconds."""
+
+    arrival_s: float
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_cached_tokens: int = 0
+    num_preempted: int = 0
+    num_recomputed_tokens: int = 0
+    was_trimmed: bool = False
+
+
+class Counted:
+    """The figures of a request, on the request itself and on its completion."""
+
+    __slots__ = ()
+
+    @property
+    def figures(self) -> Figures:
+        """All of them, as they stand now."""
+        raise NotImplementedError
+
+    @property
+    def arrival_s(self) -> float:
+        """Clock time of submission."""
+        return self.figures.arrival_s
+
+    @property
+    def admitted_s(self) -> float | None:
+        """Clock time of the first admission."""
+        return self.figures.admitted_s
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Clock time at the end of the step that brought the first token."""
+        return self.figures.first_token_s
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens that prefix reuse saved computing, over all admissions."""
+        return self.figures.num_cached_tokens
+
+    @property
+    def num_preempted(self) -> int:
+        """How many times it was preempted."""
+        return self.figures.num_preempted
+
+    @property
+    def num_recomputed_tokens(self) -> int:
+        """Tokens computed again after preemptions: work that was lost."""
+        return self.figures.num_recomputed_tokens
+
+    @property
+    def was_trimmed(self) -> bool:
+        """Whether an `accept` rule cut the prompt."""
+        return self.figures.was_trimmed
+
+
+class End(NamedTuple):
+    """How a request ended."""
+
+    reason: FinishReason
+    error: Exception | None
+
+
+class Progress(NamedTuple):
+    """What other threads may read of a request: published in one assignment, when a step is over."""
+
+    num_output: int
+    end: End | None
+
+
+class Request(Counted):
     """What plugins see of a request. Every attribute is read only."""
 
     __slots__ = (
-        "_admitted_s",
-        "_arrival_s",
         "_batch",
-        "_block_table",
-        "_chain",
-        "_computed",
-        "_error",
-        "_finish_reason",
-        "_finished_s",
-        "_first_token_s",
+        "_end",
+        "_figures",
         "_id",
         "_isolation",
         "_limit",
         "_logprobs",
         "_lost_from",
-        "_num_cached",
-        "_num_chained",
-        "_num_preempted",
-        "_num_recomputed",
         "_options",
         "_params",
         "_phase",
         "_planned_step",
+        "_progress",
         "_prompt_length",
         "_prompt_logprobs",
         "_sequence",
         "_stash",
         "_stop_ids",
-        "_swapped",
+        "_table",
         "_text",
         "_tokens",
-        "_was_trimmed",
+        "_watchers",
     )  # fmt: skip
 
     def __init__(
@@ -153,39 +231,32 @@ class Request:
         self._prompt_length = len(self._tokens)
         self._params = params
         self._options = options
-        self._arrival_s = arrival_s
         self._sequence = sequence
         self._phase = Phase.SUBMITTED
-        self._computed = 0
-        self._block_table: tuple[int, ...] = ()
-        self._swapped: dict[int, int] = {}
-        self._chain: BlockRef | None = None
-        self._num_chained = 0
+        self._table = BlockTable()
         self._isolation: Hashable = None
         self._limit = 0
         self._stop_ids: frozenset[int] = frozenset()
         self._planned_step = 0
         self._batch: int | None = None
-        self._num_preempted = 0
-        self._num_cached = 0
-        self._num_recomputed = 0
         self._lost_from = 0
-        self._was_trimmed = False
-        self._admitted_s: float | None = None
-        self._first_token_s: float | None = None
-        self._finished_s: float | None = None
-        self._finish_reason: FinishReason | None = None
-        self._error: Exception | None = None
+        self._figures = Figures(arrival_s)
+        self._end: End | None = None
+        self._progress = Progress(0, None)
+        self._watchers: tuple[Callable[[], None], ...] = ()
         self._stash = Stash()
         self._text: TextStream | None = None
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     def __repr__(self) -> str:
-        return f"<Request {self._id} {self._phase.value} {self._computed}/{len(self._tokens)} tokens>"
+        return f"<Request {self._id} {self._phase.value} {self._table.num_computed}/{len(self._tokens)} tokens>"
+
+    # --- what the caller said -------------------------------------------------------------------------------------------------
 
     @property
     def id(self) -> str:
+        """Its name. It may be given again once the request has ended: hold the request itself, never its name."""
         return self._id
 
     @property
@@ -198,26 +269,42 @@ class Request:
 
     @property
     def labels(self) -> Mapping[str, str]:
-        return self._options.labels
+        return cast("Mapping[str, str]", self._options.labels)
 
     @property
     def cache_salt(self) -> str | None:
         return self._options.cache_salt
 
     @property
+    def adapter(self) -> str | None:
+        return self._options.adapter
+
+    @property
     def group(self) -> str | None:
         return self._options.group
 
     @property
-    def arrival_s(self) -> float:
-        """Clock time of submission."""
-        return self._arrival_s
+    def pin_s(self) -> float | None:
+        """For how many seconds its prompt's blocks are to be kept."""
+        return self._options.pin_s
 
     @property
     def expires_s(self) -> float | None:
         """Clock time at which the request times out."""
         timeout = self._options.timeout_s
-        return None if timeout is None else self._arrival_s + timeout
+        return None if timeout is None else self._figures.arrival_s + timeout
+
+    @property
+    def shares(self) -> bool:
+        """Whether it leaves its blocks for others."""
+        return self._options.reuse
+
+    @property
+    def takes_cached(self) -> bool:
+        """Whether it may use blocks of others: not when it asks for prompt log-probabilities, which must be computed."""
+        return self._options.reuse and self._params.prompt_logprobs is None
+
+    # --- where it stands ------------------------------------------------------------------------------------------------------
 
     @property
     def sequence(self) -> int:
@@ -232,6 +319,34 @@ class Request:
     def is_waiting(self) -> bool:
         """Waiting to start, or to resume after preemption."""
         return self._phase is Phase.WAITING or self._phase is Phase.PREEMPTED
+
+    @property
+    def batch(self) -> int | None:
+        """Number of the step that admitted the request: those with the same number started together."""
+        return self._batch
+
+    @property
+    def figures(self) -> Figures:
+        return self._figures
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return None if self._end is None else self._end.reason
+
+    @property
+    def error(self) -> Exception | None:
+        return None if self._end is None else self._end.error
+
+    @property
+    def stash(self) -> Stash:
+        """Where plugins keep their own state of this request."""
+        return self._stash
+
+    def planned_in(self, step_number: int) -> bool:
+        """Whether work of this request is planned in that step."""
+        return self._planned_step == step_number
+
+    # --- tokens and blocks ----------------------------------------------------------------------------------------------------
 
     @property
     def prompt_length(self) -> int:
@@ -250,12 +365,12 @@ class Request:
     @property
     def num_computed(self) -> int:
         """Known tokens whose KV is in the pool."""
-        return self._computed
+        return self._table.num_computed
 
     @property
     def num_pending(self) -> int:
         """Known tokens still to compute: 1 in decode, more in prefill."""
-        return len(self._tokens) - self._computed
+        return len(self._tokens) - self._table.num_computed
 
     @property
     def max_total_tokens(self) -> int:
@@ -265,73 +380,12 @@ class Request:
     @property
     def block_table(self) -> tuple[int, ...]:
         """Blocks that the request holds, in the order of its tokens; the last ones may be reserved, not yet written."""
-        return self._block_table
-
-    @property
-    def batch(self) -> int | None:
-        """Number of the step that admitted the request: those with the same number started together."""
-        return self._batch
+        return self._table.block_ids
 
     @property
     def isolation_key(self) -> Hashable:
-        """Blocks are shared only among requests whose keys are equal: salt, model and KV format."""
+        """Blocks are shared only among requests whose keys are equal: salt, model, adapter and KV format."""
         return self._isolation
-
-    @property
-    def num_preempted(self) -> int:
-        """How many times it was preempted."""
-        return self._num_preempted
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens that prefix reuse saved computing, over all admissions."""
-        return self._num_cached
-
-    @property
-    def num_recomputed_tokens(self) -> int:
-        """Tokens computed again after preemptions: work that was lost."""
-        return self._num_recomputed
-
-    @property
-    def shares(self) -> bool:
-        """Whether it leaves its blocks for others."""
-        return self._options.reuse
-
-    @property
-    def takes_cached(self) -> bool:
-        """Whether it may use blocks of others: not when it asks for prompt log-probabilities, which must be computed."""
-        return self._options.reuse and self._params.prompt_logprobs is None
-
-    @property
-    def pin_s(self) -> float | None:
-        """For how many seconds its prompt's blocks are to be kept."""
-        return self._options.pin_s
-
-    @property
-    def admitted_s(self) -> float | None:
-        """Clock time of the first admission."""
-        return self._admitted_s
-
-    @property
-    def first_token_s(self) -> float | None:
-        return self._first_token_s
-
-    @property
-    def finished_s(self) -> float | None:
-        return self._finished_s
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self._finish_reason
-
-    @property
-    def error(self) -> Exception | None:
-        return self._error
-
-    @property
-    def was_trimmed(self) -> bool:
-        """Whether an `accept` rule cut the prompt."""
-        return self._was_trimmed
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
@@ -343,18 +397,9 @@ class Request:
         """Of the prompt's tokens but the first, where they were asked for."""
         return tuple(self._prompt_logprobs)
 
-    @property
-    def stash(self) -> Stash:
-        """Where plugins keep their own state of this request."""
-        return self._stash
-
     def token_ids(self, start: int = 0, stop: int | None = None) -> tuple[int, ...]:
         """Known tokens from `start` up to, not including, `stop`."""
         return tuple(self._tokens[start:stop])
-
-    def planned_in(self, step_number: int) -> bool:
-        """Whether work of this request is planned in that step."""
-        return self._planned_step == step_number
 
 
 class LiveRequest(Request):
@@ -362,14 +407,20 @@ class LiveRequest(Request):
 
     __slots__ = ()
 
+    @property
+    def table(self) -> BlockTable:
+        """Its blocks. The KV cache alone changes them."""
+        return self._table
+
     # --- life ---------------------------------------------------------------------------------------------------------------
 
-    def queue(self, limit: int, stop_ids: frozenset[int], isolation: Hashable) -> None:
-        """Accepted. `limit`: most tokens in all. `stop_ids`: tokens that end it."""
+    def queue(self, limit: int, stop_ids: frozenset[int], isolation: Hashable, text: TextStream | None = None) -> None:
+        """Accepted. `limit`: most tokens in all. `stop_ids`: tokens that end it. `text`: where stop strings are looked for."""
         self._move(Phase.WAITING)
         self._limit = limit
         self._stop_ids = stop_ids
         self._isolation = isolation
+        self._text = text
 
     def trim(self, max_prompt_tokens: int) -> None:
         """Keep the last tokens of the prompt only. Before anything was computed."""
@@ -377,123 +428,42 @@ class LiveRequest(Request):
         if max_prompt_tokens < self._prompt_length:
             self._tokens = self._tokens[-max_prompt_tokens:]
             self._prompt_length = len(self._tokens)
-            self._was_trimmed = True
+            self.count(was_trimmed=True)
 
     def start(self, step_number: int, now: float) -> None:
         """Admitted or resumed; its blocks are there."""
         self._move(Phase.RUNNING)
         self._batch = step_number
-        self._num_recomputed += max(0, self._lost_from - self._computed)
+        recomputed = max(0, self._lost_from - self._table.num_computed)
         self._lost_from = 0
-        if self._admitted_s is None:
-            self._admitted_s = now
+        admitted_s = now if self._figures.admitted_s is None else self._figures.admitted_s
+        self.count(admitted_s=admitted_s, num_recomputed_tokens=self._figures.num_recomputed_tokens + recomputed)
 
-    def preempt(self, keep: int, chain: BlockRef | None, block_size: int) -> tuple[int, ...]:
-        """Wait again and give up all blocks but the first `keep`; returns those given up. `chain`: what the last kept one is."""
+    def preempt(self) -> None:
+        """Wait again. What becomes of its blocks is the KV cache's."""
         self._move(Phase.PREEMPTED)
-        self._num_preempted += 1
         self._batch = None
-        self._lost_from = self._computed
-        return self.shorten(keep, chain, block_size)
-
-    def shorten(self, keep: int, chain: BlockRef | None, block_size: int) -> tuple[int, ...]:
-        """Keep the first `keep` blocks only; returns the others."""
-        if keep == 0:
-            return self.surrender()
-        given_up, self._block_table = self._block_table[keep:], self._block_table[:keep]
-        self._computed = min(self._computed, keep * block_size)
-        if self._num_chained > keep:
-            self.chain_to(chain, keep)
-        return given_up
-
-    def swap_out(self, swapped: dict[int, int], num_blocks: int) -> None:
-        """Wait with KV kept: `swapped` maps places among the first `num_blocks` of the table to blocks of swap space.
-
-        Shared blocks stay in the table; what was reserved behind is given up.
-        """
-        self._move(Phase.PREEMPTED)
-        self._num_preempted += 1
-        self._batch = None
-        self._lost_from = self._computed  # nothing is lost, unless what is swapped out is given up before it comes back
-        self._swapped = swapped
-        self._block_table = self._block_table[:num_blocks]
-
-    def swap_in(self, blocks: dict[int, int]) -> None:
-        """Back: `blocks` maps the swapped places in the table to new blocks of the pool."""
-        table = list(self._block_table)
-        for place, block_id in blocks.items():
-            table[place] = block_id
-        self._block_table = tuple(table)
-        self._swapped = {}
+        # nothing is lost, unless what is kept or swapped out is given up before it comes back
+        self._lost_from = self._table.num_computed
+        self.count(num_preempted=self._figures.num_preempted + 1)
 
     def finish(self, reason: FinishReason, now: float, error: Exception | None = None) -> None:
         self._move(Phase.FINISHED)
-        self._finish_reason = reason
-        self._finished_s = now
-        self._error = error
+        self._end = End(reason, error)
+        self.count(finished_s=now)
 
     def spoil(self, error: Exception) -> None:
         """An error after the end, such as in a `release` rule: the tokens stand, the request counts as failed."""
-        self._finish_reason = FinishReason.ERROR
-        self._error = error
+        self._end = End(FinishReason.ERROR, error)
 
-    # --- tokens and blocks --------------------------------------------------------------------------------------------------
-
-    @property
-    def swapped(self) -> dict[int, int]:
-        return self._swapped
-
-    @property
-    def chain(self) -> BlockRef | None:
-        """The indexed block that stands for the first `num_chained` blocks of tokens; None at the root."""
-        return self._chain
-
-    @property
-    def num_chained(self) -> int:
-        """How many full blocks have been offered to the index."""
-        return self._num_chained
-
-    def chain_to(self, ref: BlockRef | None, num_chained: int) -> None:
-        self._chain = ref
-        self._num_chained = num_chained
-
-    def reuse(self, block_ids: tuple[int, ...], block_size: int) -> None:
-        """Hold `block_ids`, found in the cache, behind the blocks that are computed already."""
-        held = self._computed // block_size
-        self._block_table = self._block_table[:held] + block_ids + self._block_table[held + len(block_ids) :]
-        self._computed += len(block_ids) * block_size
-        self._num_cached += len(block_ids) * block_size
-
-    def unreuse(self, num_tokens: int) -> None:
-        """Matched blocks that came to nothing do not count as reuse."""
-        self._num_cached -= num_tokens
-
-    def hold(self, block_ids: tuple[int, ...]) -> None:
-        """Blocks behind those that are held."""
-        self._block_table += block_ids
-
-    def held_blocks(self) -> tuple[int, ...]:
-        """The blocks of the pool that the request holds: its table, less what is swapped out."""
-        if not self._swapped:
-            return self._block_table
-        return tuple(b for place, b in enumerate(self._block_table) if place not in self._swapped)
-
-    def surrender(self) -> tuple[int, ...]:
-        """Hold no block any more; returns those that were held. What is swapped out is forgotten."""
-        held = self.held_blocks()
-        self._block_table = ()
-        self._swapped = {}
-        self._computed = 0
-        self._chain = None
-        self._num_chained = 0
-        return held
+    def count(self, **figures: Any) -> None:
+        """Write down figures, see Figures."""
+        self._figures = replace(self._figures, **figures)
 
     def mark_planned(self, step_number: int) -> None:
         self._planned_step = step_number
 
-    def advance(self, num_tokens: int) -> None:
-        """The KV of this many more known tokens is in the pool."""
-        self._computed += num_tokens
+    # --- tokens -------------------------------------------------------------------------------------------------------------
 
     def append(self, token_id: int) -> FinishReason | None:
         """A generated token. Returns why the request ends with it, or None."""
@@ -508,10 +478,6 @@ class LiveRequest(Request):
                 return FinishReason.STOP
         return FinishReason.LENGTH if len(self._tokens) >= self._limit else None
 
-    def read_as(self, text: TextStream) -> None:
-        """Look for stop strings in what is generated."""
-        self._text = text
-
     def add_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
         """Of the tokens that were appended last, as far as they stand."""
         self._logprobs += entries[: self.num_output - len(self._logprobs)]
@@ -520,8 +486,32 @@ class LiveRequest(Request):
         """Of the prompt tokens from `start + 1` on; after a preemption some are there already."""
         self._prompt_logprobs += entries[len(self._prompt_logprobs) - start :]
 
-    def mark_first_token(self, now: float) -> None:
-        self._first_token_s = now
+    # --- for other threads ------------------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        """What was published last."""
+        return self._progress
+
+    def publish(self) -> tuple[Callable[[], None], ...]:
+        """Let other threads see how far it has come; returns whom to tell."""
+        self._progress = Progress(len(self._tokens) - self._prompt_length, self._end)
+        return self._watchers
+
+    def publish_end(self, error: Exception) -> tuple[Callable[[], None], ...]:
+        """Let others see an end though its state cannot be trusted any more: nobody waits for ever."""
+        if self._progress.end is None:
+            self.count(finished_s=self._figures.finished_s or self._figures.arrival_s)
+            self._progress = self._progress._replace(end=End(FinishReason.ERROR, error))
+        return self._watchers
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Tell `watcher` of each publication. The caller holds a lock that all watchers of the engine share."""
+        self._watchers = (*self._watchers, watcher)
+
+    def unwatch(self, watcher: Callable[[], None]) -> None:
+        """Tell it no more. The caller holds the same lock."""
+        self._watchers = tuple(other for other in self._watchers if other is not watcher)
 
     def _move(self, phase: Phase) -> None:
         assert phase in _MOVES[self._phase], f"{self!r} cannot become {phase.value}"

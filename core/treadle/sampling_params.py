@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from treadle.errors import InvalidRequest, nearest
+from treadle.frozen import Frozen
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,14 @@ class SamplingParams:
     """Return log-probabilities of the chosen token and of this many most likely ones, for each generated token."""
     prompt_logprobs: int | None = None
     """The same for each prompt token but the first. Such a request takes no cached prefix: its logits must be computed."""
+    extra: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """Values for plugins, each under a name that one plugin claims and checks; a name that nobody claims is an error. A copy is
+    kept."""
+
+    def __new__(cls, *values: Any, **named: Any) -> SamplingParams:  # noqa: ARG004  # __init__ takes them
+        """Refuse unknown names with the nearest known one, as InvalidRequest."""
+        _known_only(named, "SamplingParams")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         stop: object = self.stop
@@ -46,6 +55,10 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids))
         if not isinstance(self.ignore_eos, bool):
             raise InvalidRequest(f"ignore_eos={self.ignore_eos!r} is neither true nor false")
+        extra: object = self.extra
+        if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+            raise InvalidRequest(f"extra={extra!r} is not a mapping with texts as keys")
+        object.__setattr__(self, "extra", Frozen(extra))
         self._check_lengths()
         self._check_sampling()
         self._check_stops()
@@ -57,10 +70,7 @@ class SamplingParams:
     @classmethod
     def from_mapping(cls, values: dict[str, object], origin: str) -> SamplingParams:
         """Make parameters from loose values, such as a line of JSON. `origin` says in errors where they came from."""
-        known = [f.name for f in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise InvalidRequest(f"unknown sampling parameter {name!r} in {origin}; {nearest(name, known)}")
+        _known_only(values, origin)
         try:
             return cls(**values)  # type: ignore[arg-type]  # checked by __post_init__
         except InvalidRequest as error:
@@ -102,6 +112,13 @@ class SamplingParams:
                 raise InvalidRequest(f"stop={text!r} is not a non-empty text; drop it, or name the text to stop at")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0)
+
+
+def _known_only(names: Iterable[str], origin: str) -> None:
+    known = [f.name for f in fields(SamplingParams)]
+    for name in names:
+        if name not in known:
+            raise InvalidRequest(f"unknown sampling parameter {name!r} in {origin}; {nearest(name, known)}")
 
 
 def _several(name: str, value: object) -> tuple[Any, ...]:

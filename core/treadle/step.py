@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 
 from treadle.blocks import PoolView
 from treadle.contracts import Clock
@@ -11,15 +10,16 @@ from treadle.request import LiveRequest, Request
 
 
 class Step:
-    """One step, while it is planned and committed."""
+    """One step, while it is scheduled and committed."""
 
     def __init__(
         self,
         number: int,
         clock: Clock,
         pool: PoolView,
-        running: dict[str, LiveRequest],
-        waiting: OrderedDict[str, LiveRequest],
+        running: Mapping[LiveRequest, None],
+        waiting: Mapping[LiveRequest, None],
+        giving_way: Container[object] = (),
     ) -> None:
         self.number = number
         """Counts from 1."""
@@ -29,11 +29,12 @@ class Step:
         self.pool = pool
         self._running = running
         self._waiting = waiting
+        self._giving_way = giving_way
 
     @property
     def running(self) -> tuple[Request, ...]:
         """Running requests, in the order of their admission."""
-        return tuple(self._running.values())
+        return tuple(self._running)
 
     @property
     def num_running(self) -> int:
@@ -47,21 +48,25 @@ class Step:
     @property
     def oldest_waiting(self) -> Request | None:
         """The request that has waited longest; preempted ones come before those that never started."""
-        return next(iter(self._waiting.values()), None)
+        return next(iter(self._waiting), None)
 
     @property
     def num_decoding(self) -> int:
         """Running requests that need just one token computed."""
-        return sum(request.num_pending == 1 for request in self._running.values())
+        return sum(request.num_pending == 1 for request in self._running)
 
     def is_waiting(self, request: Request) -> bool:
-        return self._waiting.get(request.id) is request
+        return request in self._waiting
 
     def is_running(self, request: Request) -> bool:
-        return self._running.get(request.id) is request
+        return request in self._running
+
+    def may_give_way(self, request: Request) -> bool:
+        """Whether it runs, no work of it is planned in this step, and it was not chosen to give way already."""
+        return request in self._running and not request.planned_in(self.number) and request not in self._giving_way
 
     def victims(self) -> Iterator[Request]:
-        """Running requests that may be preempted now, last admitted first: those with no work planned in this step."""
-        for request in reversed(self._running.values()):
-            if not request.planned_in(self.number):
+        """Running requests that may be preempted now, last admitted first."""
+        for request in reversed(tuple(self._running)):
+            if self.may_give_way(request):
                 yield request

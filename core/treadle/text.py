@@ -13,8 +13,7 @@ The detokenizer decodes a short window of the last tokens, never the whole outpu
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from treadle.contracts import Tokenizer
+from typing import Protocol, runtime_checkable
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer's `decode` puts in place of bytes that are no whole character, or not yet."""
@@ -25,6 +24,23 @@ _WINDOW = 12
 """Tokens above which the window is cut back to its last few."""
 _DIRTY_WINDOW = 32
 """The same while the text ends unfinished, where a good place to cut is harder to find."""
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Between text and token ids."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text` as it stands: special tokens that the model expects at the start are added."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`; special tokens are left out, bytes that are no whole character yet come out as U+FFFD."""
+        ...
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int] | None:
+        """Token ids of a conversation ready for the assistant's answer; None when the model has no chat template."""
+        ...
 
 
 class TextStream:

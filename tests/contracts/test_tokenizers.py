@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from treadle.contracts import Tokenizer
 from treadle.testing.suites import TokenizerSuite
+from treadle.text import Tokenizer
 
 
 class Bytes:

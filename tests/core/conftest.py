@@ -25,9 +25,14 @@ def registry() -> Registry:
 
 
 @pytest.fixture
-def build(registry: Registry) -> Iterator[Build]:
+def engines() -> list[Engine]:
+    """Those that `build` made."""
+    return []
+
+
+@pytest.fixture
+def build(registry: Registry, engines: list[Engine]) -> Iterator[Build]:
     """Make engines as `make_engine` does, or from settings of any kind (`values`); they are proved and closed after the test."""
-    engines: list[Engine] = []
 
     def make(*plugins: object, values: dict[str, Any] | None = None, **options: Any) -> Engine:
         options.setdefault("registry", registry)
@@ -43,15 +48,16 @@ def build(registry: Registry) -> Iterator[Build]:
     for engine in engines:
         engine.close()
         engine.check_integrity()
-        assert engine.books.pool.num_used == 0
+        assert engine.kv_cache.pool.num_used == 0
 
 
 @pytest.fixture
-def truth() -> Callable[[Handle], tuple[int, ...]]:
+def truth(engines: list[Engine]) -> Callable[[Handle], tuple[int, ...]]:
     """What a request must generate: computed from its prompt without pool, cache or batch."""
 
     def compute(handle: Handle) -> tuple[int, ...]:
-        request, engine = handle.request, handle._engine
+        request = handle.request
+        engine = next(engine for engine in engines if engine._loop is handle._loop)
         return expected_tokens(request.token_ids(0, request.prompt_length), request.params, engine.info.model)
 
     return compute

@@ -110,9 +110,8 @@ def test_a_prompt_is_copied(build: Any, assert_right: Any) -> None:
     assert assert_right([handle])[0].prompt_token_ids == (1, 2, 3)
 
 
-def test_a_seed_at_the_end_of_its_range_is_refused_before_a_group_is_posted(build: Any) -> None:
+def test_seeds_of_a_group_go_on_behind_the_largest_with_the_least(build: Any) -> None:
     engine = build()
     params = SamplingParams(max_tokens=2, temperature=1.0, seed=2**64 - 2)
-    with pytest.raises(InvalidRequest, match="seed"):
-        engine.submit_group([1, 2], params, 3)
-    assert not engine.busy
+    handles = engine.submit_group([1, 2], params, 3)
+    assert [handle.request.params.seed for handle in handles] == [2**64 - 2, 2**64 - 1, -(2**63)]

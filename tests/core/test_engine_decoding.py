@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from treadle import FinishReason, Request, SamplingParams
-from treadle.errors import InvalidRequest
+from treadle.errors import InvalidRequest, PluginError
 from treadle.plan import Outcome, StepPlan
 from treadle.testing import FakeExecutor, drain_checked, expected_tokens
 
@@ -25,11 +25,14 @@ def _expected(params: SamplingParams, executor: FakeExecutor, prompt: Sequence[i
 def _oracle(num_right: int, num_wrong: int, executor: FakeExecutor) -> Any:
     """Drafts the next `num_right` tokens rightly, then some wrong ones."""
 
-    def propose(step: object, request: Request, most: int) -> list[int]:
+    def draft(request: Request, most: int) -> list[int]:
         prompt = request.token_ids(0, request.prompt_length)
         answer = expected_tokens(prompt, SamplingParams(max_tokens=200), executor.model)
         drafts = list(answer[request.num_output : request.num_output + num_right])
         return [*drafts, *[996 - d for d in range(num_wrong)]][:most]
+
+    def propose(step: object, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        return [draft(request, limit) for request, limit in zip(requests, most, strict=True)]
 
     return propose
 
@@ -78,8 +81,8 @@ def test_drafted_blocks_are_indexed_only_when_their_tokens_are_known(build: Any,
 def test_no_draft_is_asked_for_during_prefill(build: Any, plugin_with: Any, assert_right: Any) -> None:
     asked: list[tuple[int, int]] = []
 
-    def propose(step: object, request: Request, most: int) -> None:
-        asked.append((request.num_pending, most))
+    def propose(step: object, requests: Sequence[Request], most: Sequence[int]) -> None:
+        asked.extend((request.num_pending, limit) for request, limit in zip(requests, most, strict=True))
 
     engine = build(plugin_with("propose", propose), budget={"strategy": "decode_first", "max_tokens": 8})
     handle = engine.submit(PROMPT, SamplingParams(max_tokens=4))
@@ -87,6 +90,46 @@ def test_no_draft_is_asked_for_during_prefill(build: Any, plugin_with: Any, asse
     assert_right([handle])
     # the last token is sampled from the one before: with one to come, nothing is left to draft
     assert asked == [(1, 2), (1, 1)]
+
+
+def test_drafts_are_asked_for_once_a_step_for_all_in_decode(build: Any, plugin_with: Any, assert_right: Any) -> None:
+    asked: list[list[str]] = []
+
+    def propose(step: object, requests: Sequence[Request], most: Sequence[int]) -> list[list[int] | None]:
+        asked.append([request.id for request in requests])
+        return [None if place else [1, 2][:limit] for place, limit in enumerate(most)]
+
+    engine = build(plugin_with("propose", propose))
+    handles = [engine.submit([n] * 5, SamplingParams(max_tokens=6), request_id=f"r{n}") for n in range(3)]
+    drain_checked(engine)
+    assert_right(handles)
+    assert asked[0] == ["r0", "r1", "r2"]
+    assert len(asked) <= 5
+
+
+def _raises(**_: Any) -> Any:
+    raise ZeroDivisionError
+
+
+def _lazy_drafts(step: object, requests: Sequence[Request], most: object) -> list[Iterator[int] | None]:
+    return [(1 // 0 for _ in range(2)) if request.id == "guilty" else None for request in requests]
+
+
+@pytest.mark.parametrize(("function", "ended"), [(_raises, {"guilty", "beside"}), (_lazy_drafts, {"guilty"})])
+def test_drafts_that_fail_end_those_whom_they_are_about(
+    function: Any, ended: set[str], build: Any, plugin_with: Any, assert_right: Any
+) -> None:
+    engine = build(plugin_with("propose", function))
+    handles = [
+        engine.submit([n] * 5, SamplingParams(max_tokens=6), request_id=name) for n, name in enumerate(("guilty", "beside"))
+    ]
+    handles.append(engine.submit([9] * 40, SamplingParams(max_tokens=1)))
+    drain_checked(engine)
+    assert_right([handle for handle in handles if handle.id not in ended])
+    for handle in handles[: len(ended)]:
+        error = handle.result().error
+        assert isinstance(error, PluginError)
+        assert (error.plugin, error.hook) == ("culprit", "propose")
 
 
 # --- ends -----------------------------------------------------------------------------------------------------------------------

@@ -284,7 +284,7 @@ def test_a_failed_pass_leaves_nothing_to_match(build: Any, assert_right: Any) ->
     executor.fail_on = {"guilty"}
     engine.submit(list(range(1, 60)), LONG, request_id="guilty")
     drain_checked(engine)
-    assert engine.books.pool.num_cached == 0
+    assert engine.kv_cache.pool.num_cached == 0
     executor.fail_on = set()
     same = engine.submit(list(range(1, 60)), SamplingParams(max_tokens=5))
     drain_checked(engine)

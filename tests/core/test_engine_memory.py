@@ -104,7 +104,7 @@ def test_a_request_survives_the_round_trip_through_swap_space(
         assert set(swap.modes) == {PreemptionMode.SWAP}
     if num_swap_blocks == 1:
         assert PreemptionMode.RECOMPUTE in swap.modes, "what does not fit is computed again"
-    assert engine.books.swap_space.num_free == num_swap_blocks
+    assert engine.kv_cache.swap_space.num_free == num_swap_blocks
 
 
 def test_what_is_swapped_out_is_not_computed_again(build: Any, assert_right: Any) -> None:
@@ -129,12 +129,12 @@ def test_a_swapped_request_may_be_cancelled(build: Any, assert_right: Any) -> No
     while not any(handle.request.phase is Phase.PREEMPTED for handle in handles):
         engine.step()
     out = next(handle for handle in handles if handle.request.phase is Phase.PREEMPTED)
-    assert engine.books.swap_space.num_free < 16
+    assert engine.kv_cache.swap_space.num_free < 16
     out.cancel()
     drain_checked(engine)
     assert out.result().finish_reason is FinishReason.CANCELLED
     assert_right([handle for handle in handles if handle is not out])
-    assert engine.books.swap_space.num_free == 16
+    assert engine.kv_cache.swap_space.num_free == 16
 
 
 @pytest.mark.parametrize("failing_copy", ["swap_out", "swap_in"])
@@ -160,7 +160,7 @@ def test_a_pass_that_fails_while_blocks_are_copied_costs_no_token(failing_copy: 
     ended = [handle for handle in handles if handle.result().error is not None]
     assert len(ended) <= 1, "at most the request that was computed alone when the copy failed again"
     assert_right([handle for handle in handles if handle not in ended])
-    assert engine.books.swap_space.num_free == 16
+    assert engine.kv_cache.swap_space.num_free == 16
 
 
 @PREFIXES
@@ -179,7 +179,7 @@ def test_a_victim_may_keep_its_first_blocks(
     handles = [engine.submit([*range(1, 20), *[n] * (5 * n)], SamplingParams(max_tokens=30 + 9 * n)) for n in range(5)]
     drain_checked(engine, 5000)
     assert any(completion.num_preempted for completion in assert_right(handles))
-    assert engine.books.swap_space.num_free == 4
+    assert engine.kv_cache.swap_space.num_free == 4
 
 
 # --- priority -------------------------------------------------------------------------------------------------------------------

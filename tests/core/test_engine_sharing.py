@@ -128,7 +128,7 @@ def test_a_group_is_posted_whole_or_not_at_all(build: Any) -> None:
     with pytest.raises(InvalidRequest, match="mine-1"):
         engine.submit_group([1], FOUR, 3, request_id="mine")
     engine.step()
-    assert engine.books.load.num_running == 1
+    assert engine.queues.load.num_running == 1
 
 
 class WithLogprobs(FakeExecutor):
@@ -182,7 +182,7 @@ def test_a_duplicate_of_an_indexed_block_is_not_indexed(prefix: str, build: Any,
     handles = [engine.submit(list(range(33)), asking) for _ in range(3)]
     drain_checked(engine)
     assert_right(handles)
-    assert engine.books.pool.num_cached == 2
+    assert engine.kv_cache.pool.num_cached == 2
 
 
 def test_without_reuse_nothing_is_indexed(build: Any, assert_right: Any) -> None:
@@ -191,7 +191,7 @@ def test_without_reuse_nothing_is_indexed(build: Any, assert_right: Any) -> None
     drain_checked(engine)
     assert_right(handles)
     assert _cached(handles) == [0, 0, 0]
-    assert engine.books.pool.num_free == 64
+    assert engine.kv_cache.pool.num_free == 64
 
 
 class Liar:

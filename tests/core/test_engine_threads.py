@@ -161,18 +161,18 @@ def test_close_returns_whenever_it_comes(build: Any) -> None:
             if not began.is_set():
                 closing.start()
                 began.set()
-                while not (engine._closed and self.is_set()):
+                while not (engine._loop.closed and self.is_set()):
                     time.sleep(0.001)
             super().clear()
 
     began = threading.Event()
     closing = threading.Thread(target=engine.close, daemon=True)
-    engine._arrival = Arrival()
+    engine._loop._arrival = Arrival()
     engine.start()
     assert began.wait(5)
     closing.join(2)
     hangs = closing.is_alive()
-    engine._arrival.set()
+    engine._loop._arrival.set()
     closing.join(5)
     assert not hangs
 

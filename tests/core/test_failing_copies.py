@@ -43,8 +43,8 @@ def _contend(engine: Any) -> list[Handle]:
 
 def _serves(engine: Any, assert_right: Any) -> None:
     """Nothing is left behind, and whoever comes next is served, from the cache too."""
-    assert engine.books.swap_space.num_free == engine.books.swap_space.num_blocks
-    assert engine.books.pool.num_used == 0
+    assert engine.kv_cache.swap_space.num_free == engine.kv_cache.swap_space.num_blocks
+    assert engine.kv_cache.pool.num_used == 0
     for _ in range(2):
         later = [engine.submit([*COMMON, 7, n], SamplingParams(max_tokens=9)) for n in range(2)]
         drain_checked(engine)

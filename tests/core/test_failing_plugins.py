@@ -14,7 +14,7 @@ from treadle.hookspecs import Hooks
 from treadle.testing import FakeExecutor, drain_checked
 
 GUILTY = "guilty"
-ABOUT_ONE = ("accept", "admit", "propose", "match_prefix", "allocate", "release")
+ABOUT_ONE = ("accept", "admit", "match_prefix", "allocate", "release")
 
 
 def _boom(**_: Any) -> Any:
@@ -64,7 +64,7 @@ def test_a_plugin_that_raises_about_one_request_ends_that_request(
 
 
 @pytest.mark.parametrize("kind", [ConfigError, ModelError, InvalidRequest, Refused])
-@pytest.mark.parametrize("hook", ["admit", "match_prefix", "allocate", "release", "propose"])
+@pytest.mark.parametrize("hook", ["admit", "match_prefix", "allocate", "release"])
 def test_an_error_of_treadles_own_kinds_is_the_plugins_all_the_same(
     hook: str, kind: type[Exception], build: Any, plugin_with: Any, assert_right: Any
 ) -> None:
@@ -95,7 +95,7 @@ def _lazily_failing(**_: Any) -> Iterator[int]:
     raise ZeroDivisionError("a mistake of the plugin")
 
 
-@pytest.mark.parametrize("hook", ["propose", "match_prefix", "allocate"])
+@pytest.mark.parametrize("hook", ["match_prefix", "allocate"])
 def test_an_answer_that_fails_while_it_is_read_is_the_plugins(hook: str, build: Any, plugin_with: Any, assert_right: Any) -> None:
     guilty, others = _play(build(plugin_with(hook, _for_guilty(_lazily_failing))))
     assert_right(others)
@@ -265,7 +265,8 @@ def test_a_plugin_that_raises_at_start_up_is_named(hook: str, build: Any, plugin
 
 
 def test_every_decision_is_tried_here() -> None:
+    """`propose` is tried in test_engine_decoding.py."""
     decisions = {
         name for name, spec in vars(Hooks).items() if inspect.isfunction(spec) and spec.__annotations__["return"] != "None"
     }
-    assert decisions == {*ABOUT_ONE, "preempt", "order", "gate", "budget", "evict", "quantize", "execute"}
+    assert decisions == {*ABOUT_ONE, "preempt", "propose", "order", "gate", "budget", "evict", "quantize", "execute"}

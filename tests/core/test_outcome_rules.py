@@ -52,7 +52,7 @@ ONE_EACH = "a sampled work brings 1 token, and at most 1 for each drafted one"
 IN_VOCABULARY = "tokens are ids of the model's vocabulary"
 UNSAMPLED = "a work that is not sampled brings no token"
 SHAPES = "an Outcome has an entry for each work"
-RETURNS = "run returns an Outcome"
+RETURNS = "collect returns an Outcome"
 WRONG_TOKENS: list[tuple[str, Change]] = [
     (ONE_EACH, _late(())),
     (ONE_EACH, _late((1, 2))),
@@ -129,8 +129,8 @@ def test_the_executors_own_word_for_a_failed_work_is_told(build: Any, assert_rig
 
 
 def test_drafted_tokens_may_bring_fewer_or_as_many_tokens(build: Any, assert_right: Any, plugin_with: Any) -> None:
-    def propose(step: object, request: Any, most: int) -> Sequence[int]:
-        return [1, 2][:most]
+    def propose(step: object, requests: Any, most: Sequence[int]) -> list[list[int]]:
+        return [[1, 2][:limit] for limit in most]
 
     _, others = _play(build(plugin_with("propose", propose)))
     assert_right(others)

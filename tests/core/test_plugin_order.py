@@ -92,7 +92,7 @@ def test_a_plugin_of_no_slot_may_implement_many_hooks_and_take_settings(build: A
     engine = build(registry=offered(plugin_most=Most), values={"plugins": ["most"], "plugin": {"most": {"most": 2}}})
     handles = [engine.submit([n], SamplingParams(max_tokens=9)) for n in range(4)]
     engine.step()
-    assert len(engine.books.running) == 2
+    assert len(engine.queues.running) == 2
     drain_checked(engine)
     assert all(handle.finished for handle in handles)
 

@@ -86,7 +86,7 @@ def _flood(engine: Engine, until_started: Handle, params: SamplingParams, **opti
             engine.submit([number % 900] * 4, params, **options)
         engine.step()
         assert number < 10_000
-    for request in [*engine.books.running.values(), *engine.books.waiting.values()]:
+    for request in [*engine.queues.running, *engine.queues.waiting]:
         engine.cancel(request.id)
     drain_checked(engine)
 
@@ -196,13 +196,13 @@ def test_every_slot_is_held_until_the_longest_is_done(build: Any, assert_right: 
     engine = build(executor=FakeExecutor(step_s=STEP_S), **CLASSIC)
     handles = [engine.submit([n] * 9, SamplingParams(max_tokens=3 if n else 60)) for n in range(3)]
     engine.step()
-    used = engine.books.pool.num_used
+    used = engine.kv_cache.pool.num_used
     # contiguous: the prompt and `max_tokens`, less the last token, which is never computed
     assert used == -(-68 // 16) + 2 * 1
     while not handles[0].finished:
-        assert engine.books.pool.num_used == used
+        assert engine.kv_cache.pool.num_used == used
         engine.step()
-    assert engine.books.pool.num_used == 0
+    assert engine.kv_cache.pool.num_used == 0
     assert_right(handles)
 
 
@@ -214,7 +214,7 @@ def test_a_cancelled_member_leaves_its_batch(build: Any, assert_right: Any) -> N
     handles[0].cancel()
     engine.step()
     assert handles[0].result().finish_reason is FinishReason.CANCELLED
-    assert engine.books.pool.num_used == 0
+    assert engine.kv_cache.pool.num_used == 0
     assert_right(handles[1:])
 
 

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 
 from treadle import FinishReason, Phase, Request, SamplingParams, StashKey
-from treadle.blocks import BlockRef
 from treadle.request import LiveRequest, RequestOptions
-
-SIZE = 4
 
 
 @pytest.fixture
@@ -27,7 +24,7 @@ def request_in() -> Callable[..., LiveRequest]:
         if phase in (Phase.RUNNING, Phase.PREEMPTED):
             request.start(3, 101.0)
         if phase is Phase.PREEMPTED:
-            request.preempt(0, None, SIZE)
+            request.preempt()
         if phase is Phase.FINISHED:
             request.finish(FinishReason.CANCELLED, 102.0)
         assert request.phase is phase
@@ -39,14 +36,13 @@ def request_in() -> Callable[..., LiveRequest]:
 VERBS: dict[str, Callable[[LiveRequest], object]] = {
     "queue": lambda r: r.queue(30, frozenset(), None),
     "start": lambda r: r.start(4, 103.0),
-    "preempt": lambda r: r.preempt(0, None, SIZE),
-    "swap_out": lambda r: r.swap_out({}, 0),
+    "preempt": lambda r: r.preempt(),
     "finish": lambda r: r.finish(FinishReason.LENGTH, 104.0),
 }
 ALLOWED = {
     Phase.SUBMITTED: {"queue": Phase.WAITING, "finish": Phase.FINISHED},
     Phase.WAITING: {"start": Phase.RUNNING, "finish": Phase.FINISHED},
-    Phase.RUNNING: {"preempt": Phase.PREEMPTED, "swap_out": Phase.PREEMPTED, "finish": Phase.FINISHED},
+    Phase.RUNNING: {"preempt": Phase.PREEMPTED, "finish": Phase.FINISHED},
     Phase.PREEMPTED: {"start": Phase.RUNNING, "finish": Phase.FINISHED},
     Phase.FINISHED: {},
 }
@@ -114,10 +110,10 @@ def test_trimming_is_over_once_it_waits(request_in: Any) -> None:
 def test_tokens_are_computed_and_appended(request_in: Any) -> None:
     request = request_in(Phase.RUNNING)
     assert request.num_pending == 10
-    request.advance(10)
+    request.table.num_computed = 10
     assert request.append(50) is None
     assert (request.num_tokens, request.num_output, request.num_computed, request.num_pending) == (11, 1, 10, 1)
-    request.advance(1)
+    request.table.num_computed += 1
     assert request.append(999) is FinishReason.STOP
     assert request.token_ids(10) == (50, 999)
 
@@ -140,44 +136,39 @@ def test_admission_is_remembered_though_it_is_preempted(request_in: Any) -> None
     assert (request.batch, request.admitted_s, request.num_preempted) == (9, 101.0, 1)
 
 
-def test_blocks_are_held_reused_and_surrendered(request_in: Any) -> None:
+def test_what_is_lost_by_preemption_counts_when_it_resumes(request_in: Any) -> None:
     request = request_in(Phase.RUNNING)
-    request.reuse((5,), SIZE)
-    assert (request.block_table, request.num_computed, request.num_cached_tokens) == ((5,), SIZE, SIZE)
-    request.hold((6, 7))
-    request.chain_to(BlockRef(5, 1), 1)
-    # what was reserved for the next tokens gives way to what is found in the cache
-    request.reuse((8,), SIZE)
-    assert (request.block_table, request.num_computed) == ((5, 8, 7), 2 * SIZE)
-    assert request.held_blocks() == (5, 8, 7)
-    assert request.surrender() == (5, 8, 7)
-    assert (request.block_table, request.num_computed, request.num_chained, request.chain) == ((), 0, 0, None)
-    assert request.num_cached_tokens == 2 * SIZE
-
-
-def test_preempted_it_may_keep_its_first_blocks(request_in: Any) -> None:
-    request = request_in(Phase.RUNNING)
-    request.hold((1, 2, 3))
-    request.advance(10)
-    request.chain_to(BlockRef(2, 1), 2)
-    assert request.preempt(1, BlockRef(1, 1), SIZE) == (2, 3)
-    assert (request.block_table, request.num_computed) == ((1,), SIZE)
-    assert (request.chain, request.num_chained) == (BlockRef(1, 1), 1)
+    request.table.num_computed = 10
+    request.preempt()
+    request.table.num_computed = 4
     request.start(9, 200.0)
-    assert request.num_recomputed_tokens == 10 - SIZE
+    assert request.num_recomputed_tokens == 6
 
 
-def test_swapped_places_are_not_held_until_they_are_back(request_in: Any) -> None:
+def test_other_threads_see_what_is_published_and_nothing_before(request_in: Any) -> None:
     request = request_in(Phase.RUNNING)
-    request.hold((1, 2, 3, 4))
-    request.advance(10)
-    request.swap_out({1: 70, 2: 71}, 3)
-    assert request.block_table == (1, 2, 3)
-    assert request.held_blocks() == (1,)
-    assert request.num_computed == 10
-    request.swap_in({1: 8, 2: 9})
-    assert request.block_table == request.held_blocks() == (1, 8, 9)
-    assert request.swapped == {}
+    request.append(5)
+    request.append(999)
+    request.finish(FinishReason.STOP, 104.0)
+    assert request.progress == (0, None)
+    calls: list[int] = []
+    request.watch(lambda: calls.append(1))
+    for watcher in request.publish():
+        watcher()
+    assert request.progress == (2, (FinishReason.STOP, None))
+    assert calls == [1]
+
+
+def test_labels_are_a_copy_that_cannot_be_changed() -> None:
+    given = {"tenant": "a"}
+    options = RequestOptions(labels=given)
+    request = LiveRequest("r", [1], SamplingParams(), options, arrival_s=0.0, sequence=1)
+    given["tenant"] = "b"
+    assert request.labels == {"tenant": "a"}
+    with pytest.raises(TypeError):
+        request.labels["tenant"] = "c"  # type: ignore[index]
+    with pytest.raises(AttributeError):
+        request.labels.clear()  # type: ignore[attr-defined]
 
 
 def test_state_of_plugins_is_reached_by_its_key_alone(request_in: Any) -> None:

@@ -88,6 +88,43 @@ class Gate(Watching):
         return self.answer(step) if self.guilty else None
 
 
+class FullGate(Watching):
+    """Says that a place alone is lacking, and does not open when somebody gave up his."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        super().__init__(answer)
+        self.gave_way = False
+
+    @hookimpl
+    def request_preempted(self) -> None:
+        self.gave_way = True
+
+    @hookimpl
+    def gate(self, step: Step) -> Any:
+        if self.guilty is None:
+            return None
+        return self.answer(step) if self.gave_way else Open(0, full=True)
+
+
+class Propose:
+    """Has odd drafts for the guilty request only."""
+
+    name = "culprit"
+
+    def __init__(self, draft: Callable[[int], Any]) -> None:
+        self._draft = draft
+
+    @hookimpl
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> Any:
+        return [self._draft(n) if r.id == GUILTY else None for r, n in zip(requests, most, strict=True)]
+
+
+class ProposeForAll(Watching):
+    @hookimpl
+    def propose(self, requests: Sequence[Request]) -> Any:
+        return self.answer(requests) if self.guilty in requests else None
+
+
 class Budgets(Watching):
     @hookimpl
     def budget(self, step: Step) -> Any:
@@ -192,30 +229,41 @@ TABLE: dict[tuple[str, str], list[Breach]] = {
     ("accept", "Refuse gives a reason"): _each([lambda request, load: Refuse("")]),
     ("admit", "answers an Admission, NotBefore or None"): _each(
         [
-            lambda step, request: True,
-            lambda step, request: "start",
-            lambda step, request: Admission,
-            lambda step, request: NotBefore(float("nan")),
+            lambda step, request, match: True,
+            lambda step, request, match: "start",
+            lambda step, request, match: Admission,
+            lambda step, request, match: NotBefore(float("nan")),
         ]
     ),
     ("admit", "does not hold a request back without a time while nothing runs"): _each(
         [
-            lambda step, request: Admission.SKIP,
-            lambda step, request: Admission.STOP,
-            lambda step, request: NotBefore(step.now),
-            lambda step, request: NotBefore(step.now - 1),
-            lambda step, request: NotBefore(float("inf")),
+            lambda step, request, match: Admission.SKIP,
+            lambda step, request, match: Admission.STOP,
+            lambda step, request, match: NotBefore(step.now),
+            lambda step, request, match: NotBefore(step.now - 1),
+            lambda step, request, match: NotBefore(float("inf")),
         ]
     )
-    + _each([lambda step, request, answer: Admission.SKIP if request.id == GUILTY else answer], wrapper=True),
-    ("propose", "answers at most `most` token ids of the model's vocabulary"): _each(
+    + _each([lambda step, request, match, answer: Admission.SKIP if request.id == GUILTY else answer], wrapper=True),
+    ("propose", "drafts at most `most` token ids of the model's vocabulary"): _made(
+        Propose,
         [
-            lambda step, request, most: [1] * (most + 1),
-            lambda step, request, most: [-1],
-            lambda step, request, most: [997],
-            lambda step, request, most: ["a"],
-            lambda step, request, most: 7,
-        ]
+            lambda most: [1] * (most + 1),
+            lambda most: [-1],
+            lambda most: [997],
+            lambda most: ["a"],
+            lambda most: 7,
+        ],
+    ),
+    ("propose", "answers a sequence of drafts for each request, or None"): _made(
+        ProposeForAll,
+        [
+            lambda requests: [None] * (len(requests) + 1),
+            lambda requests: dict.fromkeys(requests, ()),
+            lambda requests: "drafts",
+            lambda requests: 7,
+        ],
+        shares=BESIDE | EARLY,
     ),
     ("match_prefix", "answers at most floor((known tokens - 1) / block size) blocks"): _each(
         [lambda step, request: list(range((request.num_tokens - 1) // step.pool.block_size + 1))]
@@ -253,7 +301,7 @@ TABLE: dict[tuple[str, str], list[Breach]] = {
         options=TIGHT,
         stretch=4,
     ),
-    ("preempt", "names a running request with no work planned in this step"): _each(
+    ("preempt", "names a running request with no work planned in this step, each once"): _each(
         [
             lambda step, request, num_blocks: Preemption(_planned(step)),
             lambda step, request, num_blocks: Preemption(request.id),
@@ -308,6 +356,9 @@ TABLE: dict[tuple[str, str], list[Breach]] = {
         ],
         shares=BESIDE,
     ),
+    ("gate", "opens in the step in which a request gave up its place, after saying `full`"): _made(
+        FullGate, [lambda step: Open(0, full=True), lambda step: NotBefore(step.now + 1)], options=URGENT
+    ),
     ("budget", "answers a Budget or None"): _made(Budgets, [lambda step: 5, lambda step: object()], shares=BESIDE | EARLY),
     ("budget", "take grants a whole number of 0 to wanted tokens"): _made(
         Take, [lambda wanted: wanted + 1, lambda wanted: -1, lambda wanted: True, lambda wanted: 1.0, lambda wanted: None]
@@ -361,7 +412,8 @@ def _rules() -> set[tuple[str, str]]:
 
 
 OF_OUTCOMES = {
-    "run returns an Outcome",
+    "collect returns an Outcome",
+    "ends a sampled work by STOP or LENGTH",
     "an Outcome has an entry for each work",
     "a work that is not sampled brings no token",
     "a sampled work brings 1 token, and at most 1 for each drafted one",
@@ -438,12 +490,12 @@ def test_a_pinned_block_is_not_evicted(build: Callable[..., Engine], assert_righ
     engine = build(Evict(pinned), num_blocks=9)
     first = _submit(engine, "first", SHARED, 20)
     drain_checked(engine, 3000)
-    cached = [block_id for block_id in range(9) if engine.books.pool.is_cached(block_id)]
-    engine.books.pool.pin(cached[:1])
+    cached = [block_id for block_id in range(9) if engine.kv_cache.pool.is_cached(block_id)]
+    engine.kv_cache.pool.pin(cached[:1])
     guilty, second = _submit(engine, GUILTY, [90] * 120, 8), _submit(engine, "second", [91] * 70, 20)
     drain_checked(engine, 3000)
     error = guilty.result().error
     assert isinstance(error, PluginContractError)
     assert error.rule == "answers ids of cached blocks that are not pinned, each once"
     assert_right([first, second])
-    assert engine.books.pool.is_cached(cached[0])
+    assert engine.kv_cache.pool.is_cached(cached[0])

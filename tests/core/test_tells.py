@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from treadle import Engine, FinishReason, Handle, Phase, SamplingParams, hookimpl
+from treadle.blocks import IntegrityError
 from treadle.errors import EngineStopped, PluginContractError, PluginError
 from treadle.hookspecs import Hooks
 from treadle.testing import FakeExecutor, drain_checked
@@ -19,7 +20,10 @@ TELLS = [
     for name, spec in vars(Hooks).items()
     if inspect.isfunction(spec) and spec.__annotations__["return"] == "None" and not name.startswith("register_")
 ]
-IN_A_STEP = [name for name in TELLS if name not in ("engine_started", "engine_stopped")]
+IN_A_STEP = [name for name in TELLS if name not in ("engine_started", "engine_stopped", "integrity_broken")]
+
+
+FEW = {"strategy": "continuous", "max_batch_size": 4}
 
 
 def _listener(name: str) -> Any:
@@ -45,14 +49,16 @@ def _chatty(**_: Any) -> Any:
 
 
 @pytest.fixture
-def busy(build: Any, executor: FakeExecutor) -> Callable[..., tuple[Engine, list[Handle]]]:
-    """An engine with so few blocks that every kind of event occurs: sharing, eviction, preemption, resumption."""
+def busy(build: Any) -> Callable[..., tuple[Engine, list[Handle]]]:
+    """An engine with so few blocks that every kind of event occurs: sharing, eviction, swapping, resumption, a refusal."""
 
     def make(*plugins: object) -> tuple[Engine, list[Handle]]:
-        engine = build(*plugins, num_blocks=12, executor=executor)
+        engine = build(*plugins, num_blocks=12, executor=FakeExecutor(num_swap_blocks=9), preempt="swap", admit=FEW)
         common = list(range(1, 41))
-        prompts = [[*common, n] for n in range(3)] + [[n] * (20 + 9 * n) for n in range(4)] + [[*common, 9]]
+        prompts = [[*common, n] for n in range(3)] + [[n] * (20 + 9 * n) for n in range(4)]
+        prompts.insert(6, [*common, 9])
         handles = [engine.submit(p, SamplingParams(max_tokens=18 + 5 * n)) for n, p in enumerate(prompts)]
+        engine.submit([1] * 400)  # larger than the pool
         return engine, handles
 
     return make
@@ -74,7 +80,23 @@ def test_every_event_occurs(busy: Any, assert_right: Any) -> None:
     drain_checked(engine, 5000)
     assert_right(handles)
     engine.close()
-    assert {hook for hook in TELLS if listener.told[hook]} == set(TELLS)
+    assert {hook for hook in TELLS if listener.told[hook]} == set(TELLS) - {"integrity_broken"}
+
+
+def test_books_that_contradict_themselves_are_told_and_what_plugins_know_is_in_the_error(build: Any) -> None:
+    class Knows:
+        @hookimpl
+        def integrity_broken(self, error: IntegrityError) -> None:
+            error.attach("block 3 was last given to r7")
+
+    engine = build(Knows())
+    engine.kv_cache.pool.take([3])
+    with pytest.raises(IntegrityError, match=r"block 3: count 1, held by 0\nblock 3 was last given to r7"):
+        engine.check_integrity()
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=1))
+    with pytest.raises(IntegrityError, match="no request is left, and 1 blocks of the pool"):
+        engine.step()
+    engine.kv_cache.pool.drop([3])
 
 
 @pytest.mark.parametrize("wrapper", [False, True], ids=["plain", "wrapper"])
@@ -88,7 +110,7 @@ def test_a_plugin_that_fails_when_told_stops_the_engine_in_order(
 
     assert first.told == last.told, "every other plugin was told all the same"
     assert first.told[hook] >= 1
-    assert engine.books.pool.num_used == 0
+    assert engine.kv_cache.pool.num_used == 0
     failed = [handle for handle in handles if handle.result().error is not None]
     for handle in handles:
         completion = handle.result()

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.contracts import Tokenizer
-from treadle.text import UNFINISHED, TextStream
+from treadle.text import UNFINISHED, TextStream, Tokenizer
 
 SPECIAL = 999
 

@@ -129,7 +129,7 @@ def check(tiny: Tiny, codec: str, engine: Engine, handles: list[Handle], most_en
     for handle, expected in zip(handles, tiny.truth(codec), strict=True):
         done = handle.result()
         assert done.token_ids == (expected if done.error is None else expected[: len(done.token_ids)])
-    assert engine.books.swap_space.num_free == engine.books.swap_space.num_blocks
+    assert engine.kv_cache.swap_space.num_free == engine.kv_cache.swap_space.num_blocks
     again = submit(engine, all_of_them=False)
     drain_checked(engine)
     assert [handle.result().raise_for_error().token_ids for handle in again] == tiny.truth(codec)[:2]

@@ -57,8 +57,8 @@ def check(family: Family, tally: Tally, **values: Any) -> None:
         while engine.busy:
             engine.step()
             engine.check_integrity()
-        assert engine.books.pool.num_used == 0
-        assert engine.books.swap_space.num_free == engine.info.num_swap_blocks
+        assert engine.kv_cache.pool.num_used == 0
+        assert engine.kv_cache.swap_space.num_free == engine.info.num_swap_blocks
         for handle, truth, prompt in zip(handles, family.truths, family.prompts, strict=True):
             assert handle.result().token_ids == truth.tokens, f"prompt of {len(prompt)} tokens"
 

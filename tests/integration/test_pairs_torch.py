@@ -110,7 +110,7 @@ def test_greedy_equals_generate(tiny: Tiny, row: Row) -> None:
     tally = Tally()
     with make_engine(tiny, row, tally) as engine:
         outputs = serve(engine, tiny.prompts)
-        assert engine.books.pool.num_used == 0
+        assert engine.kv_cache.pool.num_used == 0
     assert outputs == [truth.tokens for truth in tiny.truths] * 2
     if row["prefix"] != "none":
         assert tally["matched"]

@@ -436,12 +436,12 @@ class TorchMachine(RuleBasedStateMachine):
         self.fates.clear()
         self.engine.clock.wait(self.engine.clock.now() + 100.0)
         self.step()
-        assert self.engine.books.pool.num_pinned == 0
+        assert self.engine.kv_cache.pool.num_pinned == 0
 
     # --- proof ----------------------------------------------------------------------------------------------------------------
 
     def step(self) -> float | None:
-        pool = self.engine.books.pool
+        pool = self.engine.kv_cache.pool
         num_pinned = pool.num_pinned
         until_s = self.engine.step()
         self.met["unpinned"] += pool.num_pinned < num_pinned

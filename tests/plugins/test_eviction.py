@@ -44,7 +44,7 @@ def forgotten(strategy: str, *uses: str, num_blocks: int = 3) -> list[str]:
     with make_engine(names, num_blocks=5, evict=strategy) as engine:
         for number, name in enumerate(uses):
             use(engine, prompts[name], f"{name}{number}")
-        step: Any = SimpleNamespace(pool=engine.books.pool)
+        step: Any = SimpleNamespace(pool=engine.kv_cache.pool)
         chosen = plugin_of(engine, f"evict.{strategy}").evict(step, num_blocks)
         assert chosen == plugin_of(engine, f"evict.{strategy}").evict(step, num_blocks), "asking changes nothing"
         return [names.of[block_id] for block_id in chosen]

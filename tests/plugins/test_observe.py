@@ -112,14 +112,14 @@ def test_a_pinned_prompt_outlives_churn_until_its_time_is_over() -> None:
         engine.submit([1] * 40, FOUR)
         engine.submit([2] * 40, FOUR, pin_s=0.5)
         drain_checked(engine)
-        assert engine.books.pool.num_pinned == 2
+        assert engine.kv_cache.pool.num_pinned == 2
         churn(engine, 10)
         again = [engine.submit([n] * 40, FOUR) for n in (1, 2)]
         drain_checked(engine)
         assert [handle.result().num_cached_tokens for handle in again] == [0, 32]
         engine.clock.wait(engine.clock.now() + 1.0)
         churn(engine, 10)
-        assert engine.books.pool.num_pinned == 0
+        assert engine.kv_cache.pool.num_pinned == 0
         late = engine.submit([2] * 40, FOUR)
         drain_checked(engine)
         assert late.result().num_cached_tokens == 0
@@ -130,18 +130,18 @@ def test_pins_are_limited_and_yield_where_nobody_could_go_on() -> None:
         for n in range(5):
             engine.submit([n] * 20, FOUR, pin_s=1e6)
             drain_checked(engine)
-        assert engine.books.pool.num_pinned == 4
+        assert engine.kv_cache.pool.num_pinned == 4
         whole_pool = engine.submit([9] * 100, SamplingParams(max_tokens=29))
         drain_checked(engine)
         assert whole_pool.result().error is None
-        assert engine.books.pool.num_pinned == 0
+        assert engine.kv_cache.pool.num_pinned == 0
 
 
 def test_a_request_that_does_not_share_leaves_and_takes_nothing() -> None:
     with make_engine() as engine:
         private = engine.submit([3] * 40, FOUR, reuse=False)
         drain_checked(engine)
-        assert engine.books.pool.num_cached == 0
+        assert engine.kv_cache.pool.num_cached == 0
         shared = engine.submit([3] * 40, FOUR)
         drain_checked(engine)
         second = engine.submit([3] * 40, FOUR, reuse=False)

@@ -92,7 +92,7 @@ def test_swapping_computes_nothing_twice() -> None:
         handles = [engine.submit([n] * 40, SamplingParams(max_tokens=30)) for n in range(2)]
         drain_checked(engine)
         assert [handle.result().num_recomputed_tokens for handle in handles] == [0, 0]
-        assert engine.books.swap_space.num_free == 8
+        assert engine.kv_cache.swap_space.num_free == 8
     assert {mode for _, mode, _ in witness.victims} == {PreemptionMode.SWAP}
     computed = sum(len(work.tokens) for plan in executor.plans for work in plan.works)
     assert computed == 2 * (40 + 30 - 1)

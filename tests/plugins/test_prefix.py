@@ -100,4 +100,4 @@ def test_none_finds_nothing_and_leaves_nothing() -> None:
     with make_engine(prefix="none") as engine:
         for _ in range(2):
             assert ask(engine, range(50)).num_cached_tokens == 0
-        assert engine.books.pool.num_cached == 0
+        assert engine.kv_cache.pool.num_cached == 0

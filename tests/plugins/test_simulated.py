@@ -68,8 +68,8 @@ class Guess:
     """Drafts that are mostly wrong."""
 
     @hookimpl
-    def propose(self, request: Request, most: int) -> list[int]:
-        return [7, 8, 9][:most]
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        return [[7, 8, 9][:limit] for limit in most]
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from treadle import Executor
-from treadle.contracts import Tokenizer
 from treadle.testing.suites import ExecutorSuite, TokenizerSuite
+from treadle.text import Tokenizer
 
 pytest.importorskip("torch")
 tokenizers = pytest.importorskip("tokenizers")

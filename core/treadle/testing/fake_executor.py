@@ -11,16 +11,17 @@ from array import array
 from collections.abc import Sequence
 
 from treadle.clocks import VirtualClock
-from treadle.contracts import Clock, ModelInfo, PoolSize, PoolSpec, Tokenizer
+from treadle.contracts import Clock, ModelInfo, PoolSize, PoolSpec, SyncExecutor
 from treadle.hookspecs import hookimpl
 from treadle.plan import BlockCopy, Outcome, StepPlan, Work
 from treadle.sampling_params import SamplingParams
+from treadle.text import Tokenizer
 
 Blocks = list[list[tuple[int, int] | None]]
 """By block and slot: the token and its position."""
 
 
-class FakeExecutor:
+class FakeExecutor(SyncExecutor):
     """A deterministic executor for tests. It is a plugin too: hand it to the engine among `plugins`."""
 
     name = "fake_executor"

@@ -62,7 +62,7 @@ def drain_checked(engine: Engine, most_steps: int = 100_000, step: Callable[[], 
         engine.check_integrity()
         if until_s is not None:
             engine.clock.wait(until_s)
-    assert not engine.busy, f"still busy after {most_steps} steps with {list(engine.books.running.values())} and others that wait"
-    pool = engine.books.pool
+    assert not engine.busy, f"still busy after {most_steps} steps with {list(engine.queues.running)} and others that wait"
+    pool = engine.kv_cache.pool
     assert pool.num_used == 0, f"{pool.num_used} blocks are used by nobody"
     assert pool.num_free + pool.num_cached == pool.num_blocks, f"{pool.num_free} free and {pool.num_cached} cached are not all"

@@ -12,7 +12,7 @@ from treadle.contracts import ModelInfo, PreemptionMode
 from treadle.engine import Engine
 from treadle.handles import Completion, Handle
 from treadle.hookspecs import hookimpl
-from treadle.request import FinishReason
+from treadle.plan import FinishReason
 from treadle.sampling_params import SamplingParams
 from treadle.testing.fake_executor import expected_tokens
 
@@ -129,8 +129,8 @@ def serve(engine: Engine, arrivals: Sequence[Arrival], most_steps: int = 20_000)
         engine.check_integrity()
         if until_s is not None:
             engine.clock.wait(min(until_s, coming[0].at_s) if coming else until_s)
-    assert not engine.busy, f"still busy after {most_steps} steps: {engine.books.running} {engine.books.waiting}"
-    pool = engine.books.pool
+    assert not engine.busy, f"still busy after {most_steps} steps: {engine.queues.running} {engine.queues.waiting}"
+    pool = engine.kv_cache.pool
     assert pool.num_used == 0, f"{pool.num_used} blocks are used by nobody"
     assert pool.num_free + pool.num_cached == pool.num_blocks, f"{pool.num_free} free, {pool.num_cached} cached blocks"
     return handles
@@ -146,7 +146,7 @@ def right_tokens(handle: Handle, model: ModelInfo, num_places: int) -> tuple[int
 
 def assert_right(engine: Engine, handles: Sequence[Handle]) -> list[Completion]:
     """Each of these requests ended by itself with the right tokens; returns their completions. Needs the fake executor."""
-    num_places = engine.books.pool.num_blocks * engine.books.pool.block_size
+    num_places = engine.kv_cache.pool.num_blocks * engine.kv_cache.pool.block_size
     completions = []
     for handle in handles:
         assert handle.finished, f"{handle.request!r} has not ended"

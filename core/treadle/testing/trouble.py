@@ -44,8 +44,11 @@ class RandomDrafts:
         self._most = most
 
     @hookimpl
-    def propose(self, request: Request, most: int) -> list[int]:
-        """Up to `most` of the tokens to come, each right by chance."""
+    def propose(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
+        """For each up to `most` of the tokens to come, each right by chance."""
+        return [self._draft(request, limit) for request, limit in zip(requests, most, strict=True)]
+
+    def _draft(self, request: Request, most: int) -> list[int]:
         known = list(request.token_ids())
         drafted: list[int] = []
         for _ in range(min(most, self._random.randrange(self._most))):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from treadle import Admission, Open, Request, Step, StrategySettings, hookimpl
+from treadle import Admission, Match, Open, Step, StrategySettings, hookimpl
 
 
 class ContinuousSettings(StrategySettings):
@@ -44,12 +44,12 @@ class Continuous:
         return Open(places if self._settings.max_inserts is None else min(places, self._settings.max_inserts))
 
     @hookimpl
-    def admit(self, step: Step, request: Request) -> Admission:
+    def admit(self, step: Step, match: Match) -> Admission:
         """Stop where the whole prompt would not fit: a start that must soon be preempted is work thrown away."""
         if step.num_running == 0:
             return Admission.START
-        needed = step.pool.blocks_for(request.num_tokens) + self._settings.spare_blocks
-        return Admission.START if needed <= step.pool.num_available else Admission.STOP
+        needed = match.num_blocks_needed + self._settings.spare_blocks
+        return Admission.START if needed <= step.pool.num_available else Admission.NO_ROOM
 
     def _is_turn(self, step: Step) -> bool:
         if step.number % self._settings.every_steps == 0:

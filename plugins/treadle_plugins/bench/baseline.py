@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from treadle import Engine, Executor, ModelInfo, SamplingParams, Step, StepReport, hookimpl, load
+from treadle import Engine, Executor, ModelInfo, SamplingParams, Step, SyncExecutor, hookimpl, load
 from treadle.clocks import VirtualClock
 from treadle.contracts import PoolSize, PoolSpec
 from treadle.errors import TreadleError
@@ -70,10 +70,14 @@ class Gauge:
         self.num_preempted = 0
 
     @hookimpl
-    def step_finished(self, step: Step, report: StepReport) -> None:
-        """Before requests of this step ended, their blocks were in use too."""
-        held = {b for request in report.finished for b in request.block_table}
-        self.most_used = max(self.most_used, report.blocks_used + sum(step.pool.count(b) == 0 for b in held))
+    def blocks_allocated(self, step: Step) -> None:
+        """More are in use than before."""
+        self.most_used = max(self.most_used, step.pool.num_used)
+
+    @hookimpl
+    def prefix_matched(self, step: Step) -> None:
+        """Cached ones may be in use again."""
+        self.most_used = max(self.most_used, step.pool.num_used)
 
     @hookimpl
     def request_preempted(self) -> None:
@@ -91,7 +95,7 @@ class Run:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-class Replay:
+class Replay(SyncExecutor):
     """An executor that gives the recorded answers, on a virtual clock; a plugin too."""
 
     name = "replay"

@@ -14,8 +14,9 @@ from collections.abc import Generator, Mapping, Sequence
 import click
 
 from treadle import Engine, Executor, SamplingParams, hookimpl, load
-from treadle.contracts import Clock, ModelInfo, PoolSize, PoolSpec, Tokenizer
+from treadle.contracts import Clock, ModelInfo, PoolSize, PoolSpec
 from treadle.plan import Outcome, StepPlan
+from treadle.text import Tokenizer
 
 
 class Watched:
@@ -44,10 +45,21 @@ class Watched:
         """See above."""
         return self._executor.open_pool(spec)
 
-    def run(self, plan: StepPlan) -> Outcome:
-        """Run, and add up the time."""
+    @property
+    def overlaps(self) -> bool:
+        """See above."""
+        return self._executor.overlaps
+
+    def launch(self, plan: StepPlan) -> None:
+        """Launch, and add up the time."""
         begin = time.perf_counter()
-        outcome = self._executor.run(plan)
+        self._executor.launch(plan)
+        self.spent_s += time.perf_counter() - begin
+
+    def collect(self) -> Outcome:
+        """Collect, and add up the time."""
+        begin = time.perf_counter()
+        outcome = self._executor.collect()
         self.spent_s += time.perf_counter() - begin
         return outcome
 
@@ -95,7 +107,7 @@ def decode_step_ms(batch: int, waiting: int, steps: int, overrides: Sequence[str
     with engine:
         for _ in range(batch + waiting):
             engine.submit([1] * 32, SamplingParams(max_tokens=16 + steps * 2))
-        while engine.books.load.num_running < batch or any(r.num_output < 4 for r in engine.books.running.values()):
+        while engine.queues.load.num_running < batch or any(r.num_output < 4 for r in engine.queues.running):
             engine.step()
         taken = []
         for _ in range(steps):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from treadle import Executor, ModelInfo, StrategySettings, hookimpl
+from treadle import Executor, ModelInfo, StrategySettings, SyncExecutor, hookimpl
 from treadle.clocks import VirtualClock
 from treadle.contracts import PoolSize, PoolSpec
 from treadle.errors import ConfigError
@@ -55,7 +55,7 @@ class Simulated:
         return SimulatedExecutor(self._settings)
 
 
-class SimulatedExecutor:
+class SimulatedExecutor(SyncExecutor):
     """Adds up costs instead of computing."""
 
     tokenizer = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -75,6 +75,8 @@ class Portrait:
         self._rss_at_start = 0
         self._num_tokens = 0
         self._num_preempted = 0
+        self._sample: Sample | None = None
+        """Of the step that is being told, but for its tokens."""
         self._written: set[int] = set()
         """Blocks that were ever in use: a system gives memory of a pool to those alone."""
 
@@ -102,14 +104,22 @@ class Portrait:
         self._num_preempted += 1
 
     @hookimpl
-    def step_finished(self, step: Step, report: StepReport) -> None:
-        """Write a sample, when one is due."""
+    def step_committed(self, step: Step) -> None:
+        """Look at requests and blocks as the step left them, when a sample is due."""
+        now = step.clock.now()
+        if self._file is not None and now >= self._due_s:
+            self._due_s = now + self._settings.every_s
+            self._sample = self._take_sample(step, now)
+
+    @hookimpl
+    def step_finished(self, report: StepReport) -> None:
+        """Write the sample."""
         self._num_tokens += report.num_tokens
-        if self._file is None or report.ended_s < self._due_s:
+        if self._file is None or self._sample is None:
             return
-        self._due_s = report.ended_s + self._settings.every_s
-        print(json.dumps(asdict(self._sample(step, report))), file=self._file)
-        self._num_tokens = self._num_preempted = 0
+        print(json.dumps(asdict(replace(self._sample, num_tokens=self._num_tokens))), file=self._file)
+        self._sample = None
+        self._num_tokens = 0
 
     @hookimpl
     def engine_stopped(self) -> None:
@@ -117,27 +127,28 @@ class Portrait:
         if self._file is not None:
             self._file.close()
 
-    def _sample(self, step: Step, report: StepReport) -> Sample:
+    def _take_sample(self, step: Step, now: float) -> Sample:
         assert self._engine is not None
         running, pool = step.running, step.pool
+        num_preempted, self._num_preempted = self._num_preempted, 0
         begun, reserved = _begun_and_reserved(running, pool.block_size)
         filled = sum(begun.values()) / pool.block_size
         return Sample(
-            time_s=report.ended_s - self._began_s,
-            step=report.step,
-            num_running=report.num_running,
-            num_waiting=report.num_waiting,
+            time_s=now - self._began_s,
+            step=step.number,
+            num_running=step.num_running,
+            num_waiting=step.num_waiting,
             mean_length=sum(request.num_tokens for request in running) / len(running) if running else 0.0,
-            num_tokens=self._num_tokens,
-            num_preempted=self._num_preempted,
+            num_tokens=0,
+            num_preempted=num_preempted,
             block_size=pool.block_size,
             blocks_total=pool.num_blocks,
             blocks_used=filled,
             blocks_wasted=len(begun) - filled,
             # blocks held by those that wait or have finished count as reserved: nobody computes with them now
-            blocks_reserved=max(reserved, report.blocks_used - len(begun)),
-            blocks_cached=report.blocks_cached,
-            blocks_free=report.blocks_free,
+            blocks_reserved=max(reserved, pool.num_used - len(begun)),
+            blocks_cached=pool.num_cached,
+            blocks_free=pool.num_free,
             blocks_fragmented=_fragmented([pool.is_free(block_id) for block_id in range(pool.num_blocks)]),
             memory=self._memory(self._engine, len(self._written) / pool.num_blocks),
         )

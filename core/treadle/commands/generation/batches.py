@@ -11,7 +11,7 @@ from treadle.commands.generation.prompts import Ask, Item, Messages, Problem
 from treadle.engine import Engine
 from treadle.errors import InvalidRequest, TreadleError
 from treadle.handles import Chunk, Completion, Handle
-from treadle.request import FinishReason
+from treadle.plan import FinishReason
 
 PAUSE_S = 0.1
 """Longest sleep between two looks at Ctrl-C and at standard input."""

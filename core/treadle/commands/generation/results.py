@@ -16,8 +16,7 @@ from treadle.commands.generation.batches import Result
 from treadle.commands.generation.prompts import Ask
 from treadle.errors import ConfigError, TreadleError
 from treadle.handles import Completion
-from treadle.plan import TokenLogprobs
-from treadle.request import FinishReason
+from treadle.plan import FinishReason, TokenLogprobs
 
 
 class Output:

@@ -77,7 +77,8 @@ class Driver:
     def run(self, *works: Work, swap_out: Sequence[BlockCopy] = (), swap_in: Sequence[BlockCopy] = ()) -> Outcome:
         """One pass."""
         self._num_steps += 1
-        return self.executor.run(StepPlan(self._num_steps, works, tuple(swap_out), tuple(swap_in)))
+        self.executor.launch(StepPlan(self._num_steps, works, tuple(swap_out), tuple(swap_in)))
+        return self.executor.collect()
 
     def step(self, *parts: tuple[Running, int | None]) -> Outcome:
         """One pass over so many tokens of each sequence; what it brought is appended."""

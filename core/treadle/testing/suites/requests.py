@@ -9,7 +9,8 @@ from treadle.contracts import Budget
 from treadle.errors import Refused
 from treadle.handles import Handle
 from treadle.hookspecs import hookimpl
-from treadle.request import FinishReason, Phase, Request
+from treadle.plan import FinishReason
+from treadle.request import Phase, Request
 from treadle.sampling_params import SamplingParams
 from treadle.step import Step
 from treadle.testing.fake_executor import FakeExecutor
@@ -79,7 +80,7 @@ class OrderSuite(StrategySuite):
             engine.step()
             victim = engine.submit(range(300), SamplingParams(max_tokens=20), priority=0)
             while engine.clock.now() < self.most_wait_s and victim.request.admitted_s is None:
-                if engine.books.load.num_waiting < 10:
+                if engine.queues.load.num_waiting < 10:
                     engine.submit([5] * 80, SamplingParams(max_tokens=2), priority=3)
                 until_s = engine.step()
                 engine.check_integrity()
@@ -281,7 +282,7 @@ class ReleaseSuite(StrategySuite):
             while not all(handle.finished for handle in handles):
                 engine.step()
                 engine.check_integrity()
-            assert engine.books.pool.num_used == 0, f"{engine.books.pool.num_used} blocks are held though nothing runs"
+            assert engine.kv_cache.pool.num_used == 0, f"{engine.kv_cache.pool.num_used} blocks are held though nothing runs"
             assert_right(engine, handles)
 
     def test_held_blocks_do_not_stop_a_running_request(self, strategy: Strategy) -> None:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from treadle.contracts import Tokenizer
+from treadle.text import Tokenizer
 
 
 class TokenizerSuite:

@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from treadle.contracts import Clock, KVFormat, ModelInfo, PoolSize, PoolSpec, Tokenizer
+from treadle.contracts import Clock, KVFormat, ModelInfo, PoolSize, PoolSpec, SyncExecutor
 from treadle.errors import ConfigError, ExecutionError, ModelError, TreadleError
 from treadle.plan import Outcome, StepPlan, Work
+from treadle.text import Tokenizer
 from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec
 from treadle_plugins.execute.torch_executor import checks, families, interface
 from treadle_plugins.execute.torch_executor.outcomes import ProcessLogits, conclude
@@ -27,7 +28,7 @@ MakeForward = Callable[[PreTrainedModel, PackedForward], "PackedForward | None"]
 """A forward pass for the model, given its own; None leaves that."""
 
 
-class TorchExecutor:
+class TorchExecutor(SyncExecutor):
     """Computes plans with a causal language model of transformers. Owns weights, KV, swap space, tokenizer, sampling.
 
     The model is taken over: its attention is replaced, and it must not be used elsewhere. Raises ModelError when its

@@ -1,6 +1,6 @@
-"""Every decision: ask the hook, check the answer against the rules in its docstring, return what the core can rely on.
+"""The rules: ask a hook, check the answer against its docstring, return what the core can rely on. The executor's outcomes, too.
 
-Nothing here changes the books. A broken rule raises PluginContractError with the plugin, the hook and the rule.
+Nothing here changes any state. A broken rule raises PluginContractError with the plugin, the hook and the rule.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from treadle.contracts import (
     Executor,
     KVFormat,
     Load,
+    Match,
     ModelInfo,
     NotBefore,
     Open,
@@ -27,7 +28,8 @@ from treadle.contracts import (
     Refuse,
     Trim,
 )
-from treadle.errors import PluginContractError, PluginError, TreadleError
+from treadle.errors import ExecutionError, PluginContractError, PluginError, TreadleError
+from treadle.plan import FinishReason, Outcome, StepPlan, Work
 from treadle.plugin_manager import PluginManager
 from treadle.request import LiveRequest, Request
 from treadle.step import Step
@@ -43,7 +45,7 @@ class Unlimited:
         return wanted
 
 
-class Decisions:
+class Rules:
     """The decide hooks, with their rules."""
 
     def __init__(self, manager: PluginManager) -> None:
@@ -103,17 +105,17 @@ class Decisions:
         return answer
 
     def order(self, step: Step) -> Generator[LiveRequest, None, None]:
-        """Yield waiting requests; the rule that somebody is yielded while nothing runs is the planner's to check."""
+        """Yield waiting requests; the rule that somebody is yielded while nothing runs is the scheduler's to check."""
         answer: Any = self._hook.order(step=step)
         if answer is None:
             return
-        seen: set[str] = set()
+        seen: set[Request] = set()
         for request in self._read(answer):
             if not (isinstance(request, LiveRequest) and step.is_waiting(request)):
                 self._breach("order", "yields waiting requests only", request)
-            if request.id in seen:
+            if request in seen:
                 self._breach("order", "yields each request once", request)
-            seen.add(request.id)
+            seen.add(request)
             yield request
 
     def _read(self, answer: Any) -> Iterator[object]:
@@ -134,8 +136,12 @@ class Decisions:
             self._breach("gate", "is open, or gives a time still to come, while nothing runs", answer)
         return answer
 
-    def admit(self, step: Step, request: Request) -> Admission | NotBefore:
-        answer: object = self._hook.admit(step=step, request=request)
+    def promise_broken(self, answer: Open | NotBefore) -> NoReturn:
+        """The gate said that a place alone was lacking; a request gave its place up, and the gate is closed all the same."""
+        self._breach("gate", "opens in the step in which a request gave up its place, after saying `full`", answer)
+
+    def admit(self, step: Step, request: Request, match: Match) -> Admission | NotBefore:
+        answer: object = self._hook.admit(step=step, request=request, match=match)
         if answer is None:
             return Admission.START
         if not isinstance(answer, Admission) and not _is_not_before(answer):
@@ -182,14 +188,29 @@ class Decisions:
         """A step in which everybody was granted nothing."""
         self._breach("budget", "take grants at least one request a token in each step", 0)
 
-    def propose(self, step: Step, request: Request, most: int, vocab_size: int) -> tuple[int, ...]:
-        answer = self._hook.propose(step=step, request=request, most=most)
+    def propose(
+        self, step: Step, requests: Sequence[LiveRequest], most: Sequence[int], vocab_size: int
+    ) -> dict[LiveRequest, tuple[int, ...] | PluginError]:
+        """For each request its drafts, or how its own were wrong."""
+        answer: object = self._hook.propose(step=step, requests=requests, most=most)
         if answer is None:
-            return ()
-        rule = "answers at most `most` token ids of the model's vocabulary"
-        drafted = self._ids("propose", answer, rule)
-        if len(drafted) > most or not all(0 <= token < vocab_size for token in drafted):
-            self._breach("propose", rule, answer)
+            return {}
+        if not isinstance(answer, Sequence) or isinstance(answer, str) or len(answer) != len(requests):
+            self._breach("propose", "answers a sequence of drafts for each request, or None", answer)
+        return {
+            request: self._drafts(drafts, limit, vocab_size)
+            for request, drafts, limit in zip(requests, answer, most, strict=True)
+            if drafts is not None
+        }
+
+    def _drafts(self, drafts: object, most: int, vocab_size: int) -> tuple[int, ...] | PluginError:
+        rule = "drafts at most `most` token ids of the model's vocabulary"
+        try:
+            drafted = self._ids("propose", drafts, rule)
+            if len(drafted) > most or not all(0 <= token < vocab_size for token in drafted):
+                self._breach("propose", rule, drafts)
+        except PluginError as error:
+            return error
         return drafted
 
     # --- blocks ---------------------------------------------------------------------------------------------------------------
@@ -238,8 +259,8 @@ class Decisions:
         if not (isinstance(answer, Preemption) and isinstance(answer.mode, PreemptionMode)):
             self._breach("preempt", "answers a Preemption or None", answer)
         victim = answer.victim
-        if not (isinstance(victim, LiveRequest) and step.is_running(victim)) or victim.planned_in(step.number):
-            self._breach("preempt", "names a running request with no work planned in this step", answer)
+        if not (isinstance(victim, LiveRequest) and step.may_give_way(victim)):
+            self._breach("preempt", "names a running request with no work planned in this step, each once", answer)
         if request.is_waiting and victim.priority >= request.priority:
             self._breach("preempt", "names a victim of lower priority when the request is waiting", answer)
         if answer.num_blocks is not None and not (_is_whole(answer.num_blocks) and answer.num_blocks >= 1):
@@ -255,6 +276,42 @@ class Decisions:
         if not isinstance(answer, bool):
             self._breach("release", "answers a bool or None", answer)
         return answer
+
+    # --- outcomes -------------------------------------------------------------------------------------------------------------
+
+    def outcome(self, plan: StepPlan, outcome: object) -> Outcome:
+        """The outcome, if it has the plan's shape."""
+        if not isinstance(outcome, Outcome):
+            self._breach("execute", "collect returns an Outcome", outcome)
+        if len(outcome.tokens) != len(plan.works):
+            got = f"{len(outcome.tokens)} for {len(plan.works)} works"
+            self._breach("execute", "an Outcome has an entry for each work", got)
+        return outcome
+
+    def wrong_in(  # noqa: PLR0911  # a rule after another
+        self, outcome: Outcome, place: int, work: Work, vocab_size: int
+    ) -> Exception | None:
+        """What is wrong with one work's part of an outcome: the request's own failure, or a breach of the executor's."""
+        if outcome.errors and place in outcome.errors:
+            return ExecutionError(f"request {work.request_id}: {outcome.errors[place]}")
+        tokens: object = outcome.tokens[place]
+        if not isinstance(tokens, (tuple, list)):
+            return self._wrong_outcome("an Outcome has an entry for each work", tokens)
+        if outcome.ends and place in outcome.ends:
+            reason = outcome.ends[place]
+            if work.sampling is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                return self._wrong_outcome("ends a sampled work by STOP or LENGTH", reason)
+        if work.sampling is None:
+            return self._wrong_outcome("a work that is not sampled brings no token", tokens) if tokens else None
+        if not 1 <= len(tokens) <= 1 + work.num_drafted:
+            return self._wrong_outcome("a sampled work brings 1 token, and at most 1 for each drafted one", tokens)
+        for token in tokens:
+            if token.__class__ is not int or not 0 <= token < vocab_size:
+                return self._wrong_outcome("tokens are ids of the model's vocabulary", tokens)
+        return None
+
+    def _wrong_outcome(self, rule: str, got: object) -> PluginContractError:
+        return PluginContractError(self._manager.author("execute"), "execute", rule, got)
 
     # --- shapes ---------------------------------------------------------------------------------------------------------------
 
@@ -295,7 +352,7 @@ def _verified(nominated: Sequence[int], request: LiveRequest, pool: BlockPool) -
     """Nominated blocks behind those that are computed, up to the first whose record differs from the request's own tokens."""
     size = pool.block_size
     held = request.num_computed // size
-    parent = request.chain if held else None
+    parent = request.table.chain if held else None
     for place, block_id in enumerate(nominated[held:], held):
         record = pool.record(block_id)
         if (
