@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from treadle.cli import cli
 from treadle.hookspecs import Hooks
-from treadle.registry import SLOT, SLOTS, Offer, Registry, Slot
+from treadle.registry import Offer, Registry, Slot
 from treadle.settings import ENV_PREFIX, Root
 from treadle.testing import suites as contract_suites
 
@@ -45,14 +45,14 @@ def fill_in(page: str) -> str:
 def strategies() -> str:
     """A section for each slot, with each of its strategies and their settings."""
     registry = Registry.installed()
-    return "\n\n".join(_slot(slot, registry) for slot in SLOTS)
+    return "\n\n".join(_slot(slot, registry) for slot in registry.slots())
 
 
 def configuration() -> str:
     """The settings that belong to no slot."""
     rows = []
     for name, field in Root.model_fields.items():
-        if name in SLOT or name == "plugin":
+        if name == "plugin":
             continue
         if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
             rows += [_row(f"{name}.{inner}", f) for inner, f in field.annotation.model_fields.items()]

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         StepReport,
         Trim,
     )
-    from treadle.registry import CommandRegistrar, StrategyRegistrar
     from treadle.request import Request
     from treadle.settings import Settings
     from treadle.step import Step
@@ -460,13 +459,3 @@ class Hooks:
     @hookspec
     def step_finished(self, step: Step, report: StepReport) -> None:
         """The step is over and the books are closed."""
-
-    # --- register -----------------------------------------------------------------------------------------------------------
-
-    @hookspec
-    def register_strategies(self, registrar: StrategyRegistrar) -> None:
-        """Offer strategies under names of their own, as entry points do: `registrar.add("admit", "mine", Mine)`."""
-
-    @hookspec
-    def register_commands(self, registrar: CommandRegistrar) -> None:
-        """Offer commands for the command line: `registrar.add(command)`, where `command` is a click command."""

@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 
 from treadle.errors import ConfigError
-from treadle.registry import SLOTS, CommandRegistrar, Offer, Registry, StrategyRegistrar, load_object
+from treadle.registry import SLOTS, Offer, Registry, load_object
 from treadle.settings import load
 
 MODULE = '''
@@ -164,16 +163,3 @@ def test_a_plugin_named_by_its_module() -> None:
     for path, part in (("no_such_module:x", "'no_such_module'"), ("treadle.errors:nothing", "no 'nothing'")):
         with pytest.raises(ConfigError, match=part):
             load_object(path, "a test").load()
-
-
-def test_registrars_refuse_what_does_not_fit() -> None:
-    strategies = StrategyRegistrar("test 1.0")
-    strategies.add("admit", "mine", Package)
-    assert strategies.offers[0].label == "admit.mine"
-    assert strategies.offers[0].load() is Package
-    with pytest.raises(ConfigError, match=r"test 1\.0 .*unknown slot 'admitt'; did you mean 'admit'"):
-        strategies.add("admitt", "mine", Package)
-    commands = CommandRegistrar()
-    commands.add(click.Command("mine"))
-    with pytest.raises(ConfigError, match="two plugins register a command 'mine'"):
-        commands.add(click.Command("mine"))

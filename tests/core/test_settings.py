@@ -54,7 +54,7 @@ def test_defaults_fill_every_slot(resolve: Load) -> None:
     assert chosen == {
         "accept": "queue_limit", "order": "fcfs", "admit": "continuous", "budget": "decode_first", "prefix": "hash_chain",
         "allocate": "paged", "evict": "lru", "preempt": "recompute", "release": "at_once", "quantize": "none",
-        "attention": "auto", "execute": "simulated",
+        "execute": "simulated",
     }  # fmt: skip
     assert settings.choices["admit"].origin == "default"
     assert settings.choices["execute"].origin == "--set execute=simulated"

@@ -26,8 +26,11 @@ def make_engine(
     for slot, value in slots.items():
         values[slot] = {"strategy": value} if isinstance(value, str) else dict(value)
     values.setdefault("allocate", {}).setdefault("block_size", block_size)
+    executor = executor or FakeExecutor()
+    if executor.num_swap_blocks:
+        values["pool"]["swap_memory"] = executor.num_swap_blocks  # any size: the fake executor has its own number of blocks
     settings = load(environment=False, values=values, registry=registry)
-    return Engine(settings, [executor or FakeExecutor(), *plugins])
+    return Engine(settings, [executor, *plugins])
 
 
 def play(
