@@ -53,7 +53,7 @@ def with_slots_of(executor: Any, label: str) -> tuple[Slot, ...]:
         raise ConfigError(f"{label}: its `slots` are {own!r}, not a tuple of treadle.registry.Slot")
     names = [slot.name for slot in own]
     for name in names:
-        if not name.isidentifier() or name in SLOT or name in NO_SLOTS or names.count(name) > 1:
+        if not name.isidentifier() or name != name.lower() or name in SLOT or name in NO_SLOTS or names.count(name) > 1:
             raise ConfigError(f"{label}: it brings a slot {name!r}, a name that is taken or cannot be used; give it another")
     # before the executor, whose hooks stay the first to be called
     return (*SLOTS[:-1], *own, SLOTS[-1])
@@ -182,6 +182,8 @@ def _import(module: str, attribute: str, what: str, hint: str) -> Any:
         raise ConfigError(f"{what} cannot be imported from {module!r}: {type(error).__name__}: {error}") from error
     for part in attribute.split(".") if attribute else ():
         if not hasattr(found, part):
-            raise ConfigError(f"{what} names {module}:{attribute}, but {module!r} has no {part!r} ({hint})")
+            near = nearest(part, [name for name in dir(found) if not name.startswith("_")])
+            guess = f"; {near}" if near.startswith("did you mean") else ""
+            raise ConfigError(f"{what} names {module}:{attribute}, but {module!r} has no {part!r} ({hint}){guess}")
         found = getattr(found, part)
     return found

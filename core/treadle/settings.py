@@ -136,7 +136,7 @@ class Choice:
         if check is None:
             return
         try:
-            check(settings)
+            check(self.settings, settings)
         except (TreadleError, _NotChosen):
             raise
         except Exception as error:  # a stranger's check may raise anything
@@ -238,33 +238,38 @@ class _Resolver:
         if environment:
             self._check_variables(layers)
         self._check_names(layers)
-        root = self._root(layers)
+        root, wrong = self._root(layers)
         choices = _Choices()
         for slot in self._slots:
             with self._problems.collect():
                 choices[slot.name] = self._choose(slot, layers)
-        plugins = tuple(self._choose_plugins(root, layers)) if root is not None else ()
-        if root is not None:
-            self._check_blocked(root, choices)
-            settings = Settings(root, self._slots, choices, plugins, dict(layers.origins), tuple(layers.notes))
+        plugins = tuple(self._choose_plugins(root, layers))
+        self._check_blocked(root, choices)
+        settings = Settings(root, self._slots, choices, plugins, dict(layers.origins), tuple(layers.notes))
+        if not wrong:
             self._check_choices(settings)
         self._problems.raise_all()
-        assert root is not None, "it is missing only after a problem"
         return settings
 
     # --- the top level ----------------------------------------------------------------------------------------------------
 
     def _choose_executor(self, layers: Layers) -> None:
         offer = self._find(SLOT["execute"], layers)
-        self._slots = with_slots_of(offer.load(), offer.label)
-        self._executor = offer.label
+        slots = with_slots_of(offer.load(), offer.label)
+        taken = [slot.name for slot in slots if slot.name in Root.model_fields]
+        if taken:
+            raise ConfigError(f"{offer.label}: it brings a slot {taken[0]!r}, a name that is taken; give it another")
+        self._slots, self._executor = slots, offer.label
 
-    def _root(self, layers: Layers) -> Root | None:
+    def _root(self, layers: Layers) -> tuple[Root, set[Any]]:
+        """The top level, and the names of what is wrong in it and has its default here."""
+        values = {name: value for name, value in layers.values.items() if name in Root.model_fields}
         try:
-            return Root(**{name: value for name, value in layers.values.items() if name in Root.model_fields})
+            return Root(**values), set()
         except ValidationError as error:
             self._problems.found += _readable(error, (), Root, layers.origins)
-            return None
+            wrong = {item["loc"][0] for item in error.errors()}
+            return Root(**{name: value for name, value in values.items() if name not in wrong}), wrong
 
     def _check_names(self, layers: Layers) -> None:
         """Refuse names of the top level that nobody knows. A slot of an executor that is not chosen is noted only."""
@@ -276,13 +281,14 @@ class _Resolver:
                     self._problems.found.append(f"unknown setting {name} (from {origin}); {nearest(name, known)}")
 
     def _check_variables(self, layers: Layers) -> None:
-        known = {f"{ENV_PREFIX}{name.upper()}" for name in (*Root.model_fields, *layers.slots)}
+        read = {f"{ENV_PREFIX}{name.upper()}" for name in (*Root.model_fields, *layers.slots)}
+        maybe = [] if self._executor else [f"{ENV_PREFIX}{slot.name.upper()}" for slot in self._registry.slots()]
         for variable in Environment(with_tables(self._slots), layers.slots).unread(but=CONFIG_VARIABLE):
             name = variable.split("__")[0]
-            if name in known:
+            if name in read:
                 self._problems.found.append(f"environment variable {variable} names a part of {name}, which is one value")
             elif not self._is_elsewhere(name.removeprefix(ENV_PREFIX).lower(), f"environment variable {variable}", layers):
-                self._problems.found.append(f"unknown environment variable {variable}; {nearest(variable, known)}")
+                self._problems.found.append(f"unknown environment variable {variable}; {nearest(name, [*read, *maybe])}")
 
     def _is_elsewhere(self, name: str, what: str, layers: Layers) -> bool:
         """Whether this is a slot of another executor, or may be one of that which could not be found."""
@@ -311,7 +317,8 @@ class _Resolver:
     def _choose_plugins(self, root: Root, layers: Layers) -> Iterator[Choice]:
         origin = layers.origins.get(("plugins",), "default")
         for name in [name for name in root.plugin if name not in root.plugins]:
-            where, hint = _origin(("plugin", name), layers.origins), nearest(name, root.plugins)
+            where = _origin(("plugin", name), layers.origins)
+            hint = nearest(name, root.plugins) if root.plugins else "add it there, or remove the table"
             self._problems.found.append(f"[plugin.{name}] (from {where}) has settings, but {name!r} is not in `plugins`; {hint}")
         layers.notes += [f"plugin {name} is blocked" for name in root.plugins if name in root.blocked]
         for name in root.plugins:

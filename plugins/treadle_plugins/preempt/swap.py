@@ -20,7 +20,7 @@ class Swap:
         self._settings = settings
 
     @staticmethod
-    def check_configuration(settings: treadle.Settings) -> None:
+    def check_configuration(own: VictimSettings, settings: treadle.Settings) -> None:  # noqa: ARG004  # any victim needs it
         """Refuse a configuration without swap space. Whether a block fits into it is known when the model is."""
         if not settings.root.pool.swap_memory:
             swap, memory = settings.choices["preempt"].origin, settings.origins.get(("pool", "swap_memory"), "default")
