@@ -97,7 +97,9 @@ def _slot(slot: Slot, registry: Registry) -> str:
     own = [offer for offer in registry if offer.kind == slot.name and offer.package.split()[0] == PACKAGE]
     own.sort(key=lambda offer: (offer.name != slot.default, offer.name))
     hooks = ", ".join(f"`{hook}`" for hook in slot.hooks)
-    return "\n\n".join([f"## {slot.name}", f"Hooks: {hooks}.", *(_strategy(offer, slot) for offer in own)])
+    owners = " and ".join(f"`{label}`" for label in registry.owners(slot.name))
+    about = f"Hooks: {hooks}." + (f" A slot of {owners}." if owners else "")
+    return "\n\n".join([f"## {slot.name}", about, *(_strategy(offer, slot) for offer in own)])
 
 
 def _strategy(offer: Offer, slot: Slot) -> str:

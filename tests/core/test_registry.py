@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from treadle.errors import ConfigError
-from treadle.registry import SLOTS, Offer, Registry, load_object
+from treadle.registry import SLOTS, Offer, Registry, Slot, load_object
 from treadle.settings import load
 
 MODULE = '''
@@ -58,7 +58,9 @@ def _choose(name: str, registry: Registry) -> Any:
 
 def test_every_default_is_installed() -> None:
     registry = Registry.installed()
-    for slot in SLOTS:
+    slots = registry.slots()
+    assert [slot.name for slot in slots] == [*(slot.name for slot in SLOTS[:-1]), "attention", "execute"]
+    for slot in slots:
         assert slot.default in registry.names(slot.name), slot
 
 
@@ -163,3 +165,17 @@ def test_a_plugin_named_by_its_module() -> None:
     for path, part in (("no_such_module:x", "'no_such_module'"), ("treadle.errors:nothing", "no 'nothing'")):
         with pytest.raises(ConfigError, match=part):
             load_object(path, "a test").load()
+
+
+def test_slots_are_those_of_all_executors_that_can_be_imported() -> None:
+    def broken() -> Any:
+        raise ConfigError("it needs another machine")
+
+    one = type("One", (), {"slots": (Slot("shuttle", ("throw",), "plain"),)})
+    two = type("Two", (one,), {})
+    loads = {"broken": broken, "one": lambda: one, "two": lambda: two}
+    registry = Registry(Offer("execute", name, "test 1.0", load) for name, load in loads.items())
+    assert [slot.name for slot in registry.slots()][-3:] == ["quantize", "shuttle", "execute"]
+    assert registry.owners("shuttle") == ["execute.one", "execute.two"]
+    assert registry.owners("admit") == []
+    assert registry.owners("shutle") == []

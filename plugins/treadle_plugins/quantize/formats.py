@@ -103,6 +103,8 @@ def check(codec: CodecSettings, settings: treadle.Settings) -> None:  # noqa: AR
             raise _needs_scales(side)
         if side.is_static and isinstance(codec.rotation, int):
             raise _mixes_channels(codec.rotation, side)
+    if isinstance(codec.rotation, int) and (codec.rotation < 1 or codec.rotation & (codec.rotation - 1)):
+        raise ConfigError(f"quantize.rotation={codec.rotation} is no power of two; use one that divides the head size, or 'auto'")
     if codec.calibration is not None:
         parse(codec.calibration)
 
