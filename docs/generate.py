@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 
 from treadle.cli import cli
 from treadle.hookspecs import Hooks
-from treadle.registry import SLOT, SLOTS, Offer, Registry, Slot
+from treadle.registry import Offer, Registry, Slot
 from treadle.settings import ENV_PREFIX, Root
 from treadle.testing import suites as contract_suites
 
@@ -45,14 +45,14 @@ def fill_in(page: str) -> str:
 def strategies() -> str:
     """A section for each slot, with each of its strategies and their settings."""
     registry = Registry.installed()
-    return "\n\n".join(_slot(slot, registry) for slot in SLOTS)
+    return "\n\n".join(_slot(slot, registry) for slot in registry.slots())
 
 
 def configuration() -> str:
     """The settings that belong to no slot."""
     rows = []
     for name, field in Root.model_fields.items():
-        if name in SLOT or name == "plugin":
+        if name == "plugin":
             continue
         if inspect.isclass(field.annotation) and issubclass(field.annotation, BaseModel):
             rows += [_row(f"{name}.{inner}", f) for inner, f in field.annotation.model_fields.items()]
@@ -97,7 +97,9 @@ def _slot(slot: Slot, registry: Registry) -> str:
     own = [offer for offer in registry if offer.kind == slot.name and offer.package.split()[0] == PACKAGE]
     own.sort(key=lambda offer: (offer.name != slot.default, offer.name))
     hooks = ", ".join(f"`{hook}`" for hook in slot.hooks)
-    return "\n\n".join([f"## {slot.name}", f"Hooks: {hooks}.", *(_strategy(offer, slot) for offer in own)])
+    owners = " and ".join(f"`{label}`" for label in registry.owners(slot.name))
+    about = f"Hooks: {hooks}." + (f" A slot of {owners}." if owners else "")
+    return "\n\n".join([f"## {slot.name}", about, *(_strategy(offer, slot) for offer in own)])
 
 
 def _strategy(offer: Offer, slot: Slot) -> str:

@@ -1,4 +1,4 @@
-"""The command line: options that every command takes, and commands that packages and plugins bring.
+"""The command line: options that every command takes, and commands that packages bring.
 
 An entry point `command.NAME` of the group `treadle` names a `click.Command`, whose module is imported when the command is used. A
 command decorated with `common_options` takes the options of the group behind its name as well; `click.pass_obj` hands it a
@@ -12,7 +12,7 @@ import errno
 import importlib.util
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -78,19 +78,6 @@ class Common:
 
         return PluginManager(self.settings())
 
-    def plugin_commands(self) -> dict[str, click.Command]:
-        """Commands of the plugins that the configuration names; none, and nothing is read, when there is no configuration."""
-        if self.path is None and not self.overrides:
-            return {}
-        from treadle.registry import CommandRegistrar
-
-        manager = self.manager()
-        registrar = CommandRegistrar()
-        manager.hook.register_commands(registrar=registrar)
-        for failure in manager.ledger.failures:
-            raise failure
-        return {name: _checked(command, f"the plugin command {name!r}") for name, command in registrar.commands.items()}
-
 
 def common_options(command: F) -> F:
     """Add the options that every command takes; they count before and behind the command's name alike."""
@@ -111,7 +98,7 @@ def _keep(context: click.Context, parameter: click.Parameter, value: Any) -> Non
 
 
 def _common_option(*names: str, **attributes: Any) -> Callable[[F], F]:
-    # eager, so that the commands of a configuration's plugins are there when `--help` lists them
+    # eager, so that they count whatever stands in front of them
     return click.option(*names, callback=_keep, expose_value=False, is_eager=True, **attributes)
 
 
@@ -143,7 +130,9 @@ class Failure(click.ClickException):
         """Print it on standard error."""
         if self.debug:
             click.echo("".join(traceback.format_exception(self.error)), file=file, err=True, nl=False)
-        click.echo(f"error: {self.message}", file=file, err=True)
+        problems = self.error.problems if isinstance(self.error, ConfigError) else (self.message,)
+        for problem in problems:
+            click.echo(f"error: {problem}", file=file, err=True)
 
 
 class ConfigFailure(Failure):
@@ -174,25 +163,20 @@ class CommandGroup(click.Group):
 
     def list_commands(self, context: click.Context) -> list[str]:
         common = context.ensure_object(Common)
-        return sorted({*common.registry.names("command"), *common.plugin_commands()})
+        return sorted(common.registry.names("command"))
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         common = context.ensure_object(Common)
         if name in common.registry.names("command"):
             return _load(common.registry.find("command", name, "the command line"))
-        return common.plugin_commands().get(name)
+        return None
 
     def resolve_command(self, context: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the command; one that a plugin brings may be followed by the option that names the plugin's configuration."""
-        common = context.ensure_object(Common)
+        """Find the command, or name the nearest."""
         name = args[0]
         command = self.get_command(context, name)
-        if command is None and common.path is None:
-            common.config = _value_of("--config", args[1:])
-            command = self.get_command(context, name)
         if command is None:
-            where = "" if common.path else "; a plugin's command needs --config"
-            context.fail(f"no command {name!r}; {nearest(name, self.list_commands(context))}{where}")
+            context.fail(f"no command {name!r}; {nearest(name, self.list_commands(context))}")
         return name, command, args[1:]
 
     def invoke(self, context: click.Context) -> Any:
@@ -204,16 +188,8 @@ class CommandGroup(click.Group):
         """List the commands. One that cannot be loaded is listed with the reason, and the others go on."""
         common = context.ensure_object(Common)
         rows = [(name, _summary(common, name)) for name in common.registry.names("command")]
-        problem = None
-        try:
-            rows += [(name, command.get_short_help_str(80)) for name, command in common.plugin_commands().items()]
-        except TreadleError as error:
-            problem = f"Commands of plugins cannot be listed: {error}"
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows))
-        if problem:
-            formatter.write_paragraph()
-            formatter.write_text(problem)
 
 
 def _load(offer: Offer) -> click.Command:
@@ -248,16 +224,6 @@ def _docstring(source: str) -> str | None:
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and node.name == function:
             return (ast.get_docstring(node) or "").partition("\n")[0] or None
-    return None
-
-
-def _value_of(option: str, args: Sequence[str]) -> str | None:
-    """The value of an option among arguments of a command that is not known yet."""
-    for place, argument in enumerate(args):
-        if argument == option and place + 1 < len(args):
-            return args[place + 1]
-        if argument.startswith(f"{option}="):
-            return argument.partition("=")[2]
     return None
 
 

@@ -11,7 +11,11 @@ class TreadleError(Exception):
 
 
 class ConfigError(TreadleError):
-    """A setting, strategy or plugin that cannot be used as configured."""
+    """A setting, strategy or plugin that cannot be used as configured; or several, one of `problems` each."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
 
 
 class InvalidRequest(TreadleError):

@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from treadle.registry import SLOT, SLOTS
-
 if TYPE_CHECKING:
     from treadle.plugin_manager import PluginManager, Registered
-    from treadle.settings import Choice, Path_
+    from treadle.settings import Choice
+    from treadle.sources import Path_
 
 WRAPPER = " (wrapper)"
 
@@ -23,18 +22,18 @@ def describe(manager: PluginManager) -> dict[str, Any]:
     """
     settings = manager.settings
     by_label = {item.name: item for item in manager.registered}
-    own = set(SLOT) | {"plugin"}
-    root = settings.root.model_dump(mode="json", exclude=own)
+    slots = {slot.name for slot in settings.slots}
+    root = settings.root.model_dump(mode="json", exclude={"plugin"})
     return {
         "settings": list(_rows(root, (), settings.origins)),
         "slots": [
             {"slot": slot.name, **_choice(settings.choices[slot.name], (slot.name,), by_label, settings.origins)}
-            for slot in SLOTS
+            for slot in settings.slots
         ],
         "plugins": [
             _plugin(item, by_label, settings.origins)
             for item in manager.registered
-            if item.choice is None or item.choice.offer.kind not in SLOT
+            if item.choice is None or item.choice.offer.kind not in slots
         ],
         "hooks": [_hook(hook, names, by_label) for hook, names in manager.callers()],
         "notes": [*settings.notes, *(f"{item.name} is not asked: {item.unused}" for item in manager.registered if item.unused)],

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         Trim,
     )
     from treadle.plan import BlockCopy
-    from treadle.registry import CommandRegistrar, StrategyRegistrar
     from treadle.request import Request
     from treadle.settings import Settings
     from treadle.step import Step
@@ -494,13 +493,3 @@ class Hooks:
     @hookspec
     def integrity_broken(self, error: IntegrityError) -> None:
         """The books contradict themselves. What a plugin knows of it can be added by `error.attach(text)` before it is raised."""
-
-    # --- register -----------------------------------------------------------------------------------------------------------
-
-    @hookspec
-    def register_strategies(self, registrar: StrategyRegistrar) -> None:
-        """Offer strategies under names of their own, as entry points do: `registrar.add("admit", "mine", Mine)`."""
-
-    @hookspec
-    def register_commands(self, registrar: CommandRegistrar) -> None:
-        """Offer commands for the command line: `registrar.add(command)`, where `command` is a click command."""

@@ -12,7 +12,6 @@ import pluggy
 from treadle.errors import ConfigError, PluginContractError, PluginError, TreadleError, nearest
 from treadle.hookspecs import HOOK_VERSION, Hooks
 from treadle.logs import get_logger
-from treadle.registry import SLOT, SLOTS
 from treadle.settings import Choice, Settings
 
 log = get_logger(__name__)
@@ -67,8 +66,8 @@ class Registered:
 class PluginManager:
     """Builds the pluggy manager from resolved settings, and explains it.
 
-    Plugins are registered in the order of SLOTS, then those of `plugins`, then `extra` objects; pluggy asks the last first, so
-    that a user's plugins stand in front of the built-in strategies.
+    Plugins are registered in the order of the slots, then those of `plugins`, then `extra` objects; pluggy asks the last first,
+    so that a user's plugins stand in front of the built-in strategies.
     """
 
     def __init__(self, settings: Settings, extra: Iterable[object] = ()) -> None:
@@ -78,7 +77,7 @@ class PluginManager:
         self._pluggy = pluggy.PluginManager("treadle")
         self._pluggy.add_hookspecs(Hooks)
         self._add_hookspecs_of_strategies()
-        for slot in SLOTS:
+        for slot in settings.slots:
             self._register_choice(settings.choices[slot.name])
         for choice in settings.plugins:
             self._register_choice(choice)
@@ -113,7 +112,7 @@ class PluginManager:
 
     def _register_choice(self, choice: Choice) -> None:
         label = choice.offer.label
-        slot = SLOT.get(choice.offer.kind)
+        slot = next((slot for slot in self.settings.slots if slot.name == choice.offer.kind), None)
         if slot is not None and not any(hasattr(self._pluggy.hook, hook) for hook in slot.hooks):
             why = f"the executor {self.settings.choices['execute'].offer.label} has no hook {' or '.join(slot.hooks)}"
             self.registered.append(Registered(label, choice.offer.package, choice.factory, choice, why))

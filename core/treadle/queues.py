@@ -79,7 +79,7 @@ class Queues:
         num_blocks: int | None = None,
         mode: PreemptionMode = PreemptionMode.RECOMPUTE,
     ) -> None:
-        """A running request waits again and gives up all blocks, or the last `num_blocks`; by recompute where swap space is full."""
+        """A running request waits again and gives up all blocks, or the last `num_blocks`. Full swap space means recompute."""
         del self.running[request]
         request.preempt()
         self._add_waiting(request)

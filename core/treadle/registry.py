@@ -38,10 +38,25 @@ SLOTS = (
     Slot("prefix", ("match_prefix",), "hash_chain"),
     Slot("allocate", ("allocate",), "paged"),
     Slot("quantize", ("quantize",), "none"),
-    Slot("attention", ("attention",), "auto"),
     Slot("execute", ("execute",), "torch"),
 )
+"""The core's slots. An executor may bring slots of its own, as `slots` of its strategy's class."""
 SLOT = {slot.name: slot for slot in SLOTS}
+NO_SLOTS = frozenset({"plugin", "command"})
+"""Kinds of offers that fill no slot."""
+
+
+def with_slots_of(executor: Any, label: str) -> tuple[Slot, ...]:
+    """The core's slots and those that an executor's class brings. Raises ConfigError, with the label, when these are unusable."""
+    own = getattr(executor, "slots", ())
+    if not (isinstance(own, tuple) and all(isinstance(slot, Slot) for slot in own)):
+        raise ConfigError(f"{label}: its `slots` are {own!r}, not a tuple of treadle.registry.Slot")
+    names = [slot.name for slot in own]
+    for name in names:
+        if not name.isidentifier() or name != name.lower() or name in SLOT or name in NO_SLOTS or names.count(name) > 1:
+            raise ConfigError(f"{label}: it brings a slot {name!r}, a name that is taken or cannot be used; give it another")
+    # before the executor, whose hooks stay the first to be called
+    return (*SLOTS[:-1], *own, SLOTS[-1])
 
 
 @dataclass(frozen=True)
@@ -61,34 +76,6 @@ class Offer:
     @property
     def label(self) -> str:
         return f"{self.kind}.{self.name}"
-
-
-class StrategyRegistrar:
-    """Handed to `register_strategies`: takes strategies under names of the plugin's own."""
-
-    def __init__(self, package: str) -> None:
-        self._package = package
-        self.offers: list[Offer] = []
-
-    def add(self, slot: str, name: str, strategy: type) -> None:
-        """Offer `strategy` for `slot` under `name`. Raises ConfigError for an unknown slot."""
-        if slot not in SLOT:
-            raise ConfigError(f"{self._package} registers a strategy for unknown slot {slot!r}; {nearest(slot, SLOT)}")
-        source = f"{strategy.__module__}:{strategy.__qualname__}"
-        self.offers.append(Offer(slot, name, self._package, lambda: strategy, source))
-
-
-class CommandRegistrar:
-    """Handed to `register_commands`: takes click commands."""
-
-    def __init__(self) -> None:
-        self.commands: dict[str, Any] = {}
-
-    def add(self, command: Any) -> None:
-        """Offer a `click.Command` under its own name. Raises ConfigError when the name is taken."""
-        if command.name in self.commands:
-            raise ConfigError(f"two plugins register a command {command.name!r}; rename one of them")
-        self.commands[command.name] = command
 
 
 class Registry:
@@ -116,22 +103,46 @@ class Registry:
         return sorted(name for known, name in self._offers if known == kind)
 
     def find(self, kind: str, name: str, origin: str) -> Offer:
-        """The offer of that name. Raises ConfigError, which says where the name was set, when there is none or more than one."""
+        """The offer of that name, or the object that `module:attribute` names.
+
+        Raises ConfigError, which says where the name was set, when there is no offer or more than one.
+        """
+        if ":" in name and kind != "command":
+            return load_object(name, origin, kind)
         offers = self._offers.get((kind, name), [])
         if not offers:
-            what = f"strategy {name!r} for slot {kind!r}" if kind in SLOT else f"{kind} {name!r}"
+            what = f"{kind} {name!r}" if kind in NO_SLOTS else f"strategy {name!r} for slot {kind!r}"
             raise ConfigError(f"unknown {what} (from {origin}); {nearest(name, self.names(kind))}")
         if len(offers) > 1:
             packages = " and ".join(sorted(f"{offer.package} ({offer.source})" for offer in offers))
             raise ConfigError(f"{kind}.{name} (from {origin}) is offered by {packages}; uninstall or rename one of them")
         return offers[0]
 
+    def slots(self) -> tuple[Slot, ...]:
+        """The core's slots, and those of all executors that are offered and can be imported."""
+        found: dict[str, Slot] = {}
+        for _, slots in self._executors():
+            found |= {slot.name: slot for slot in slots if slot.name not in SLOT}
+        return (*SLOTS[:-1], *found.values(), SLOTS[-1])
 
-def load_object(path: str, origin: str) -> Offer:
-    """A plugin named by `module:attribute` instead of by an entry point."""
+    def owners(self, slot: str) -> list[str]:
+        """Labels of the executors that bring a slot of this name."""
+        return [offer.label for offer, slots in self._executors() if slot in {known.name for known in slots} - set(SLOT)]
+
+    def _executors(self) -> Iterator[tuple[Offer, tuple[Slot, ...]]]:
+        for offer in self:
+            if offer.kind == "execute":
+                try:
+                    yield offer, with_slots_of(offer.load(), offer.label)
+                except ConfigError:
+                    continue  # it says what is wrong when it is chosen
+
+
+def load_object(path: str, origin: str, kind: str = "plugin") -> Offer:
+    """A plugin or strategy named by `module:attribute` instead of by an entry point."""
     module, _, attribute = path.partition(":")
     return Offer(
-        "plugin",
+        kind,
         path,
         f"module {module}",
         lambda: _import(module, attribute, path, f"from {origin}; its folder must be on PYTHONPATH"),
@@ -171,6 +182,8 @@ def _import(module: str, attribute: str, what: str, hint: str) -> Any:
         raise ConfigError(f"{what} cannot be imported from {module!r}: {type(error).__name__}: {error}") from error
     for part in attribute.split(".") if attribute else ():
         if not hasattr(found, part):
-            raise ConfigError(f"{what} names {module}:{attribute}, but {module!r} has no {part!r} ({hint})")
+            near = nearest(part, [name for name in dir(found) if not name.startswith("_")])
+            guess = f"; {near}" if near.startswith("did you mean") else ""
+            raise ConfigError(f"{what} names {module}:{attribute}, but {module!r} has no {part!r} ({hint}){guess}")
         found = getattr(found, part)
     return found

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, create_model
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from treadle.errors import ConfigError, TreadleError, nearest
-from treadle.registry import SLOT, SLOTS, Offer, Registry, StrategyRegistrar, load_object
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from treadle.registry import SLOT, SLOTS, Offer, Registry, Slot, with_slots_of
+from treadle.sources import STRATEGY, Environment, Given, Layers, Path_, Source, TomlFile, merged
 
 ENV_PREFIX = "TREADLE_"
 CONFIG_VARIABLE = "TREADLE_CONFIG"
 """Names the configuration file when the command line does not."""
-Path_ = tuple[str, ...]
 
 
 class StrategySettings(BaseModel):
@@ -52,16 +48,13 @@ class PoolSettings(StrategySettings):
     """Largest share of the blocks that requests may pin."""
 
 
-def _slot_table(name: str) -> Any:
-    return Field(default_factory=dict, description=f"Strategy of the slot `{name}` and its settings.")
-
-
 class Root(BaseSettings):
-    """The top level of the configuration."""
+    """The top level of the configuration, but for the tables of slots."""
 
     model_config = SettingsConfigDict(
         frozen=True,
         extra="forbid",
+        case_sensitive=True,
         env_prefix=ENV_PREFIX,
         env_nested_delimiter="__",
         use_attribute_docstrings=True,
@@ -83,18 +76,6 @@ class Root(BaseSettings):
     pool: PoolSettings = Field(default_factory=PoolSettings)
     plugin: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Settings of plugins that fill no slot, a table for each."""
-    accept: dict[str, Any] = _slot_table("accept")
-    order: dict[str, Any] = _slot_table("order")
-    admit: dict[str, Any] = _slot_table("admit")
-    budget: dict[str, Any] = _slot_table("budget")
-    prefix: dict[str, Any] = _slot_table("prefix")
-    allocate: dict[str, Any] = _slot_table("allocate")
-    evict: dict[str, Any] = _slot_table("evict")
-    preempt: dict[str, Any] = _slot_table("preempt")
-    release: dict[str, Any] = _slot_table("release")
-    quantize: dict[str, Any] = _slot_table("quantize")
-    attention: dict[str, Any] = _slot_table("attention")
-    execute: dict[str, Any] = _slot_table("execute")
 
     @classmethod
     def settings_customise_sources(
@@ -104,8 +85,25 @@ class Root(BaseSettings):
         *_: PydanticBaseSettingsSource,
         **__: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Layers are merged by `load`, which keeps each value's origin; here only the result is validated."""
+        """`load` reads the sources, since a value's origin is wanted too; here only the result is validated."""
         return (init_settings,)
+
+
+@cache
+def with_tables(slots: tuple[Slot, ...]) -> type[Root]:
+    """The top level with a table for each slot: what environment variables may name, and what a schema describes."""
+    tables: dict[str, Any] = {
+        slot.name: (
+            dict[str, Any],
+            Field(default_factory=dict, description=f"Strategy of the slot `{slot.name}` and its settings."),
+        )
+        for slot in slots
+    }
+    return create_model("Root", __base__=Root, __module__=__name__, **tables)
+
+
+class _NotChosen(KeyError):
+    """A strategy's check looks at a slot that is wrong itself."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +127,29 @@ class Choice:
         except Exception as error:  # a stranger's constructor may raise anything
             raise ConfigError(f"{self.offer.label} cannot be made: {type(error).__name__}: {error}") from error
 
+    def check(self, settings: Settings) -> None:
+        """Ask the plugin's class, if it has `check_configuration`, whether it can serve with all that is configured.
+
+        Raises ConfigError for what it refuses. It may look at what is wrong itself, and then is not asked any further.
+        """
+        check = getattr(self.factory, "check_configuration", None)
+        if check is None:
+            return
+        try:
+            check(self.settings, settings)
+        except (TreadleError, _NotChosen):
+            raise
+        except Exception as error:  # a stranger's check may raise anything
+            raise ConfigError(f"{self.offer.label} failed in its check: {type(error).__name__}: {error}") from error
+
 
 @dataclass(frozen=True)
 class Settings:
     """The whole configuration, resolved once and then frozen."""
 
     root: Root
+    slots: tuple[Slot, ...]
+    """The core's slots and the executor's, in the order in which their strategies are registered."""
     choices: Mapping[str, Choice]
     """For each slot."""
     plugins: tuple[Choice, ...]
@@ -144,46 +159,29 @@ class Settings:
     """What a reader should know: settings that were left out, plugins that are blocked."""
 
 
-@dataclass
-class Layers:
-    """Values merged layer by layer, each with its origin."""
+class _Problems:
+    """Collects errors, so that all of them are told at once."""
 
-    values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[Path_, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.found: list[str] = []
 
-    def add(self, layer: Mapping[str, Any], origin: str) -> None:
-        """Lay `layer` over what is there."""
-        for name, value in layer.items():
-            if name in SLOT:
-                self._add_slot(name, {"strategy": value} if isinstance(value, str) else value, origin)
-            else:
-                self._merge(self.values, name, value, (name,), origin)
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep the ConfigError of a block and go on."""
+        try:
+            yield
+        except ConfigError as error:
+            self.found += [problem for problem in error.problems if problem not in self.found]
 
-    def _add_slot(self, slot: str, table: Any, origin: str) -> None:
-        if not isinstance(table, Mapping):
-            raise ConfigError(f"{slot}={table!r} (from {origin}) is neither a strategy's name nor a table of settings")
-        before = self.values.get(slot, {})
-        if before and "strategy" in table and before.get("strategy", SLOT[slot].default) != table["strategy"]:
-            # settings of another strategy mean nothing to this one
-            for name in [n for n in before if n != "strategy"]:
-                places = [path for path in self.origins if path[:2] == (slot, name)]
-                was = ([self.origins.pop(path) for path in places] or [origin])[0]
-                chosen = table["strategy"]
-                self.notes.append(f"{slot}.{name}={before[name]!r} (from {was}) is left out: {origin} chose {chosen!r}")
-            self.values[slot] = {}
-        self._merge(self.values, slot, table, (slot,), origin)
+    def raise_all(self) -> None:
+        """Raise ConfigError if there were any."""
+        if self.found:
+            raise ConfigError(*self.found)
 
-    def _merge(self, into: dict[str, Any], name: str, value: Any, path: Path_, origin: str) -> None:
-        if isinstance(value, Mapping):
-            inner = into.setdefault(name, {})
-            if not isinstance(inner, dict):
-                inner = into[name] = {}
-            for key, item in value.items():
-                self._merge(inner, key, item, (*path, key), origin)
-        else:
-            into[name] = value
-            self.origins[path] = origin
+
+class _Choices(dict[str, Choice]):
+    def __missing__(self, slot: str) -> Choice:
+        raise _NotChosen(slot)
 
 
 def load(
@@ -196,173 +194,187 @@ def load(
 ) -> Settings:
     """Read and resolve the configuration: the file, the environment, `values`, then `overrides` ("admit.every_steps=2").
 
-    Raises ConfigError that names every wrong value, where it was set and what would work. Imports the chosen strategies only.
+    Raises one ConfigError whose `problems` name every wrong value, where it was set and what would work. Imports the chosen
+    strategies only.
     """
-    layers = read_layers(path, overrides, environment=environment, values=values)
-    return resolve(layers, registry or Registry.installed())
-
-
-def read_layers(
-    path: Path | str | None = None,
-    overrides: Sequence[str] = (),
-    *,
-    environment: bool = True,
-    values: Mapping[str, Any] | None = None,
-) -> Layers:
-    """Read and merge all layers, as `load` does; nothing but their syntax is checked yet."""
-    layers = Layers()
     if path is None and environment:
         path = os.environ.get(CONFIG_VARIABLE) or None
+    problems = _Problems()
+    below: list[Source] = []
+    above: list[Source] = []
     if path is not None:
-        layers.add(read_file(Path(path)), str(path))
-    if environment:
-        for name, layer in read_environment():
-            layers.add(layer, f"environment variable {name}")
+        with problems.collect():
+            below.append(TomlFile(Root, Path(path)))
     if values:
-        layers.add(values, "arguments")
+        above.append(Given(Root, values, "arguments"))
     for text in overrides:
-        layers.add(_parse_override(text), f"--set {text}")
-    return layers
+        with problems.collect():
+            above.append(Given.override(Root, text))
+    return _Resolver(registry or Registry.installed(), problems).resolve(below, above, environment)
 
 
-def read_file(path: Path) -> dict[str, Any]:
-    """Parse a TOML file. Raises ConfigError that names the file and the line."""
-    try:
-        with path.open("rb") as file:
-            return tomllib.load(file)
-    except FileNotFoundError:
-        raise ConfigError(f"no configuration file {str(path)!r}; `treadle config init` writes one") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+class _Resolver:
+    """Chooses the executor, which may bring slots, then all other strategies; what is wrong is collected on the way."""
 
+    def __init__(self, registry: Registry, problems: _Problems) -> None:
+        self._registry = registry
+        self._problems = problems
+        self._executor: str | None = None
+        """Its label, unless it is itself wrong."""
+        self._slots: tuple[Slot, ...] = SLOTS
 
-def read_environment() -> list[tuple[str, dict[str, Any]]]:
-    """Variables such as TREADLE_ADMIT__MAX_BATCH_SIZE=8, each as a layer of its own. Unknown names are errors."""
-    known = {f"{ENV_PREFIX}{name.upper()}" for name in Root.model_fields}
-    found = []
-    for variable in sorted(os.environ):
-        if not variable.startswith(ENV_PREFIX) or variable == CONFIG_VARIABLE:
-            continue
-        if variable.split("__")[0] not in known:
-            raise ConfigError(f"unknown environment variable {variable}; {nearest(variable, known)}")
-        origin = f"environment variable {variable}"
-        keys = variable[len(ENV_PREFIX) :].lower().split("__")
-        found.append((variable, _nest(keys, _structured(os.environ[variable], origin))))
-    return found
+    def resolve(self, below: Sequence[Source], above: Sequence[Source], environment: bool) -> Settings:
+        """Merge the sources, of which the environment stands between those below and those above, and choose."""
 
+        def read(slots: tuple[Slot, ...]) -> Layers:
+            known = {slot.name: slot for slot in slots}
+            variables = [Environment(with_tables(slots), known)] if environment else []
+            return merged([*below, *variables, *above], known)
 
-def _parse_override(text: str) -> dict[str, Any]:
-    name, equals, value = text.partition("=")
-    keys = name.strip().split(".")
-    if not equals or not all(keys):
-        raise ConfigError(f"--set {text!r} is not of the form name=value, such as admit.max_batch_size=24")
-    return _nest(keys, _structured(value.strip(), f"--set {text}"))
+        with self._problems.collect():
+            self._choose_executor(read(SLOTS))
+        layers = read(self._slots)
+        self._problems.found += layers.problems
+        if environment:
+            self._check_variables(layers)
+        self._check_names(layers)
+        root, wrong = self._root(layers)
+        choices = _Choices()
+        for slot in self._slots:
+            with self._problems.collect():
+                choices[slot.name] = self._choose(slot, layers)
+        plugins = tuple(self._choose_plugins(root, layers))
+        self._check_blocked(root, choices)
+        settings = Settings(root, self._slots, choices, plugins, dict(layers.origins), tuple(layers.notes))
+        if not wrong:
+            self._check_choices(settings)
+        self._problems.raise_all()
+        return settings
 
+    # --- the top level ----------------------------------------------------------------------------------------------------
 
-def _nest(keys: Sequence[str], value: Any) -> dict[str, Any]:
-    for key in reversed(keys):
-        value = {key: value}
-    nested: dict[str, Any] = value
-    return nested
+    def _choose_executor(self, layers: Layers) -> None:
+        offer = self._find(SLOT["execute"], layers)
+        slots = with_slots_of(offer.load(), offer.label)
+        taken = [slot.name for slot in slots if slot.name in Root.model_fields]
+        if taken:
+            raise ConfigError(f"{offer.label}: it brings a slot {taken[0]!r}, a name that is taken; give it another")
+        self._slots, self._executor = slots, offer.label
 
+    def _root(self, layers: Layers) -> tuple[Root, set[Any]]:
+        """The top level, and the names of what is wrong in it and has its default here."""
+        values = {name: value for name, value in layers.values.items() if name in Root.model_fields}
+        try:
+            return Root(**values), set()
+        except ValidationError as error:
+            self._problems.found += _readable(error, (), Root, layers.origins)
+            wrong = {item["loc"][0] for item in error.errors()}
+            return Root(**{name: value for name, value in values.items() if name not in wrong}), wrong
 
-def _structured(value: str, origin: str) -> Any:
-    """Lists and inline tables are written as in TOML; everything else is text, which the setting's own type reads."""
-    if value[:1] not in ("[", "{"):
-        return value
-    try:
-        return tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{value!r} (from {origin}) is not a TOML list or inline table: {error}") from error
+    def _check_names(self, layers: Layers) -> None:
+        """Refuse names of the top level that nobody knows. A slot of an executor that is not chosen is noted only."""
+        for name in layers.values:
+            if name not in Root.model_fields and name not in layers.slots:
+                origin = _origin((name,), layers.origins)
+                if not self._is_elsewhere(name, f"[{name}] (from {origin})", layers):
+                    known = [*Root.model_fields, *layers.slots]
+                    self._problems.found.append(f"unknown setting {name} (from {origin}); {nearest(name, known)}")
 
+    def _check_variables(self, layers: Layers) -> None:
+        read = {f"{ENV_PREFIX}{name.upper()}" for name in (*Root.model_fields, *layers.slots)}
+        maybe = [] if self._executor else [f"{ENV_PREFIX}{slot.name.upper()}" for slot in self._registry.slots()]
+        for variable in Environment(with_tables(self._slots), layers.slots).unread(but=CONFIG_VARIABLE):
+            name = variable.split("__")[0]
+            if name in read:
+                self._problems.found.append(f"environment variable {variable} names a part of {name}, which is one value")
+            elif not self._is_elsewhere(name.removeprefix(ENV_PREFIX).lower(), f"environment variable {variable}", layers):
+                self._problems.found.append(f"unknown environment variable {variable}; {nearest(name, [*read, *maybe])}")
 
-def resolve(layers: Layers, registry: Registry) -> Settings:
-    """Validate merged layers and choose the strategies."""
-    try:
-        root = Root(**layers.values)
-    except ValidationError as error:
-        raise _readable(error, (), Root, layers.origins) from None
-    notes = list(layers.notes)
-    plugins = _choose_plugins(root, layers, registry, notes)
-    for plugin in plugins:
-        registry = registry.with_offers(_strategies_of(plugin))
-    choices = {slot.name: _choose(slot.name, slot.default, root, layers, registry) for slot in SLOTS}
-    for slot, choice in choices.items():
-        if choice.offer.label in root.blocked:
-            raise ConfigError(f"{choice.offer.label} (from {choice.origin}) is also in `blocked`; choose another for {slot!r}")
-    return Settings(root, choices, plugins, dict(layers.origins), tuple(notes))
+    def _is_elsewhere(self, name: str, what: str, layers: Layers) -> bool:
+        """Whether this is a slot of another executor, or may be one of that which could not be found."""
+        owners = self._registry.owners(name)
+        if self._executor is None:
+            return bool(owners or self._registry.names(name))
+        if owners:
+            layers.notes.append(f"{what} is not used: {' and '.join(owners)} has that slot, {self._executor} has not")
+        return bool(owners)
 
+    # --- strategies and plugins -------------------------------------------------------------------------------------------
 
-def _choose_plugins(root: Root, layers: Layers, registry: Registry, notes: list[str]) -> tuple[Choice, ...]:
-    stray = sorted(set(root.plugin) - set(root.plugins))
-    if stray:
-        raise ConfigError(
-            f"[plugin.{stray[0]}] has settings, but {stray[0]!r} is not in `plugins`; {nearest(stray[0], root.plugins)}"
-        )
-    notes += [f"plugin {name} is blocked" for name in root.plugins if name in root.blocked]
-    return tuple(_choose_plugin(name, root, layers, registry) for name in root.plugins if name not in root.blocked)
+    def _find(self, slot: Slot, layers: Layers) -> Offer:
+        name = layers.values.get(slot.name, {}).get(STRATEGY, slot.default)
+        origin = layers.origins.get((slot.name, STRATEGY), "default")
+        if not isinstance(name, str):
+            known = nearest("", self._registry.names(slot.name))
+            raise ConfigError(f"{slot.name}.strategy={name!r} (from {origin}) is not a name; {known}")
+        return self._registry.find(slot.name, name, origin)
 
+    def _choose(self, slot: Slot, layers: Layers) -> Choice:
+        table = {name: value for name, value in layers.values.get(slot.name, {}).items() if name != STRATEGY}
+        origin = layers.origins.get((slot.name, STRATEGY), "default")
+        return _configure(self._find(slot, layers), table, (slot.name,), origin, layers.origins)
 
-def _strategies_of(choice: Choice) -> list[Offer]:
-    """Strategies that a plugin registers itself. It is asked on an instance of its own, before the stack is built."""
-    if not hasattr(choice.factory, "register_strategies"):
-        return []
-    registrar = StrategyRegistrar(choice.offer.package)
-    plugin: Any = choice.make()
-    try:
-        plugin.register_strategies(registrar=registrar)
-    except TreadleError:
-        raise
-    except Exception as error:  # a stranger's hook may raise anything
-        raise ConfigError(f"{choice.offer.label} failed in register_strategies: {type(error).__name__}: {error}") from error
-    return registrar.offers
+    def _choose_plugins(self, root: Root, layers: Layers) -> Iterator[Choice]:
+        origin = layers.origins.get(("plugins",), "default")
+        for name in [name for name in root.plugin if name not in root.plugins]:
+            where = _origin(("plugin", name), layers.origins)
+            hint = nearest(name, root.plugins) if root.plugins else "add it there, or remove the table"
+            self._problems.found.append(f"[plugin.{name}] (from {where}) has settings, but {name!r} is not in `plugins`; {hint}")
+        layers.notes += [f"plugin {name} is blocked" for name in root.plugins if name in root.blocked]
+        for name in root.plugins:
+            if name not in root.blocked:
+                with self._problems.collect():
+                    offer = self._registry.find("plugin", name, origin)
+                    yield _configure(offer, root.plugin.get(name, {}), ("plugin", name), origin, layers.origins)
 
+    def _check_blocked(self, root: Root, choices: Mapping[str, Choice]) -> None:
+        for slot, choice in choices.items():
+            if choice.offer.label in root.blocked:
+                self._problems.found.append(
+                    f"{choice.offer.label} (from {choice.origin}) is also in `blocked`; choose another for {slot!r}"
+                )
 
-def _choose(slot: str, default: str, root: Root, layers: Layers, registry: Registry) -> Choice:
-    table = dict(getattr(root, slot))
-    name = table.pop("strategy", default)
-    origin = layers.origins.get((slot, "strategy"), "default")
-    if not isinstance(name, str):
-        raise ConfigError(f"{slot}.strategy={name!r} (from {origin}) is not a name; {nearest('', registry.names(slot))}")
-    return _configure(registry.find(slot, name, origin), table, (slot,), origin, layers.origins)
-
-
-def _choose_plugin(name: str, root: Root, layers: Layers, registry: Registry) -> Choice:
-    origin = layers.origins.get(("plugins",), "default")
-    offer = load_object(name, origin) if ":" in name else registry.find("plugin", name, origin)
-    return _configure(offer, root.plugin.get(name, {}), ("plugin", name), origin, layers.origins)
+    def _check_choices(self, settings: Settings) -> None:
+        """Ask each strategy whether it can serve with the rest of the configuration."""
+        for choice in (*settings.choices.values(), *settings.plugins):
+            with self._problems.collect(), suppress(_NotChosen):
+                choice.check(settings)
 
 
 def _configure(offer: Offer, table: dict[str, Any], path: Path_, origin: str, origins: Mapping[Path_, str]) -> Choice:
     factory = offer.load()
     model = getattr(factory, "Settings", None)
-    own = {p[-1]: o for p, o in origins.items() if p[: len(path)] == path and p[-1] != "strategy"}
+    own = {p[-1]: o for p, o in origins.items() if p[: len(path)] == path and p[-1] != STRATEGY}
     if model is None:
         if table:
-            raise ConfigError(f"{offer.label} of {offer.package} takes no settings, but {', '.join(own)} is set ({origin})")
+            raise ConfigError(*(_takes_none(offer, (*path, name), origins) for name in table))
         return Choice(offer, factory, None, origin)
     if not (isinstance(model, type) and issubclass(model, StrategySettings)):
         raise ConfigError(f"{offer.label} of {offer.package}: its Settings must derive from treadle.StrategySettings")
     try:
         return Choice(offer, factory, model(**table), origin, own)
     except ValidationError as error:
-        raise _readable(error, path, model, origins) from None
+        raise ConfigError(*_readable(error, path, model, origins)) from None
 
 
-def _readable(error: ValidationError, prefix: Path_, model: type[BaseModel], origins: Mapping[Path_, str]) -> ConfigError:
-    """One line for each wrong value: name, value, origin, what would work."""
-    lines = []
+def _takes_none(offer: Offer, path: Path_, origins: Mapping[Path_, str]) -> str:
+    hint = nearest(path[-1], [] if offer.kind == "plugin" else [STRATEGY])
+    cure = f"; {hint}" if hint.startswith("did you mean") else ""
+    name = ".".join(path)
+    return f"unknown setting {name} (from {_origin(path, origins)}): {offer.label} of {offer.package} takes no settings{cure}"
+
+
+def _readable(error: ValidationError, prefix: Path_, model: type[BaseModel], origins: Mapping[Path_, str]) -> Iterator[str]:
+    """A line for each wrong value: name, value, origin, what would work."""
     for item in error.errors():
         path = (*prefix, *(str(part) for part in item["loc"]))
         origin = _origin(path, origins)
         if item["type"] == "extra_forbidden":
-            known = _known(model, item["loc"])
-            lines.append(f"unknown setting {'.'.join(path)} (from {origin}); {nearest(path[-1], known)}")
+            is_of_slot = len(prefix) == 1 and len(item["loc"]) == 1
+            known = [*_known(model, item["loc"]), *([STRATEGY] if is_of_slot else [])]
+            yield f"unknown setting {'.'.join(path)} (from {origin}); {nearest(path[-1], known)}"
         else:
-            lines.append(f"{'.'.join(path)}={item['input']!r} (from {origin}): {item['msg']}")
-    return ConfigError("; ".join(lines))
+            yield f"{'.'.join(path)}={item['input']!r} (from {origin}): {item['msg']}"
 
 
 def _origin(path: Path_, origins: Mapping[Path_, str]) -> str:

@@ -13,7 +13,7 @@ from pydantic import ByteSize
 from treadle.cli import Common, cli
 from treadle.commands.starter import toml
 from treadle.errors import ConfigError
-from treadle.registry import SLOTS, Offer, Registry
+from treadle.registry import Offer, Registry
 from treadle.settings import Settings, load
 
 
@@ -30,8 +30,7 @@ def run(*args: str, common: Common | None = None) -> Result:
 
 def values(settings: Settings) -> dict[str, object]:
     chosen: dict[str, object] = {slot: (c.offer.label, c.settings) for slot, c in settings.choices.items()}
-    slots = {slot.name for slot in SLOTS}
-    return chosen | {"root": settings.root.model_dump(exclude=slots), "plugins": settings.plugins}
+    return chosen | {"root": settings.root.model_dump(), "plugins": settings.plugins}
 
 
 # --- init -----------------------------------------------------------------------------------------------------------------
@@ -123,6 +122,23 @@ def test_check_builds_the_plugins(tmp_path: Path) -> None:
     assert "windwed" in result.stderr
 
 
+def test_check_refuses_what_a_run_would_refuse(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(
+        'order = 3\npreempt = "swap"\nplugins = ["portrait"]\n'
+        '[evict]\nstrateg = "lru"\n[plugin.portrait]\npath = "none/p.jsonl"\n'
+        '[quantize]\nstrategy = "int8"\ngranularity = "head_channel"\n'
+    )
+    result = run("config", "check", str(path))
+    assert result.exit_code == 2
+    lines = result.stderr.splitlines()
+    for part in ("order=3", "pool.swap_memory=0", "evict.strateg", "no folder 'none'", "needs static scales"):
+        assert sum(part in line for line in lines) == 1, (part, lines)
+    assert all(line.startswith("error: ") for line in lines)
+    assert len(lines) == 5
+    assert run("explain", "--config", str(path)).stderr.splitlines() == lines
+
+
 def test_check_tells_notes_and_takes_shorthand(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('admit = "windowed"\nplugins = ["cli_fakes:Careful"]\nblocked = ["cli_fakes:Careful"]\n')
@@ -148,9 +164,10 @@ def test_check_of_what_is_no_file_or_no_toml(tmp_path: Path) -> None:
 
 def test_the_schema_holds_every_installed_strategy() -> None:
     schema = json.loads(run("config", "schema").stdout)
-    assert {"model", "pool", "plugins", *(slot.name for slot in SLOTS)} <= set(schema["properties"])
+    slots = {slot.name for slot in Registry.installed().slots()}
+    assert {"model", "pool", "plugins", "attention", *slots} <= set(schema["properties"])
     for offer in Registry.installed():
-        if offer.kind not in {slot.name for slot in SLOTS}:
+        if offer.kind not in slots:
             continue
         options = schema["properties"][offer.kind]["oneOf"]
         assert offer.name in options[0]["enum"]

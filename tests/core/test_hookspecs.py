@@ -28,8 +28,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
     name: spec for name, spec in vars(Hooks).items() if inspect.isfunction(spec) and not name.startswith("_")
 }
 DECIDE = [name for name, spec in HOOKS.items() if spec.treadle_spec["firstresult"]]  # type: ignore[attr-defined]  # by pluggy
-REGISTER = [name for name in HOOKS if name.startswith("register_")]
-TELL = [name for name in HOOKS if name not in DECIDE and name not in REGISTER]
+TELL = [name for name in HOOKS if name not in DECIDE]
 ROOT = Path(__file__).parents[2]
 
 
@@ -53,7 +52,7 @@ def test_a_decision_says_when_it_is_asked_what_it_returns_its_rules_and_its_cost
     assert text.index("Cost:") < text.index(">>>"), "the example comes last"
 
 
-@pytest.mark.parametrize("hook", [*TELL, *REGISTER])
+@pytest.mark.parametrize("hook", TELL)
 def test_every_other_hook_says_what_it_tells(hook: str) -> None:
     text = inspect.getdoc(HOOKS[hook]) or ""
     assert text.endswith(".") or ">>>" in text or "`" in text
@@ -78,10 +77,10 @@ def test_every_hook_is_typed(hook: str) -> None:
 
 
 def test_every_hook_is_of_one_kind() -> None:
-    assert sorted([*DECIDE, *TELL, *REGISTER]) == sorted(HOOKS)
+    assert sorted([*DECIDE, *TELL]) == sorted(HOOKS)
     of_slots = {hook for slot in SLOTS for hook in slot.hooks}
-    # `attention` is a hook of the torch executor; drafts come from plugins of no slot
-    assert of_slots - {"attention"} == set(DECIDE) - {"propose"}
+    # drafts come from plugins of no slot
+    assert of_slots == set(DECIDE) - {"propose"}
 
 
 def test_tells_are_past_participles() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from treadle import BlockSettings, KVFormat, SamplingParams, StrategySettings, hookimpl
 from treadle.errors import ConfigError
-from treadle.registry import Registry
+from treadle.registry import Registry, Slot
 from treadle.testing import FakeExecutor, drain_checked, make_engine
 
 
@@ -177,9 +177,13 @@ def test_the_executor_is_closed_when_the_rest_cannot_be_built(registry: Registry
     assert executor.closed
 
 
-def test_a_slot_that_the_executor_has_no_use_for_is_explained(build: Any) -> None:
-    unused = {item.name: item.unused for item in build().manager.registered if item.unused}
-    assert unused == {"attention.auto": "the executor execute.simulated has no hook attention"}
+def test_a_slot_whose_hook_the_executor_does_not_bring_is_explained(build: Any, registry: Registry, offered: Any) -> None:
+    simulated = registry.find("execute", "simulated", "the test").load()
+    careless = type("Careless", (simulated,), {"slots": (Slot("attention", ("attention",), "auto"),)})
+    engine = build(registry=offered(execute_careless=careless), values={"execute": "careless"})
+    unused = {item.name: item.unused for item in engine.manager.registered if item.unused}
+    assert unused == {"attention.auto": "the executor execute.careless has no hook attention"}
+    assert not any(item.unused for item in build().manager.registered)
 
 
 def test_block_size_comes_from_the_allocation(build: Any) -> None:

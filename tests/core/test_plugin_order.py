@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import click
-import pytest
-
-from treadle import Accept, Admission, Engine, Open, SamplingParams, StrategySettings, hookimpl
-from treadle.errors import ConfigError
-from treadle.registry import CommandRegistrar, Offer, Registry
+from treadle import Accept, Engine, Open, SamplingParams, StrategySettings, hookimpl
+from treadle.registry import Offer, Registry
 from treadle.testing import drain_checked
 
 
@@ -102,23 +98,6 @@ def test_a_plugin_may_be_named_by_its_module(build: Any) -> None:
     assert _order(engine, "accept")[0] == "plugin.treadle_plugins.accept.open:Open"
 
 
-def test_a_plugin_may_offer_strategies_of_its_own(build: Any, offered: Any) -> None:
-    class Mine:
-        @hookimpl
-        def admit(self) -> Admission:
-            return Admission.START
-
-    class Offering:
-        @hookimpl
-        def register_strategies(self, registrar: Any) -> None:
-            registrar.add("admit", "mine", Mine)
-
-    engine = build(registry=offered(plugin_offering=Offering), values={"plugins": ["offering"], "admit": "mine"})
-    assert _order(engine, "admit") == ["admit.mine"]
-    with pytest.raises(ConfigError, match="unknown strategy 'mine'"):
-        build(registry=offered(plugin_offering=Offering), admit="mine")
-
-
 def test_a_blocked_plugin_is_not_loaded_and_a_note_says_so(build: Any, registry: Registry) -> None:
     def load() -> Any:
         raise AssertionError("a blocked plugin is not imported")
@@ -132,14 +111,3 @@ def test_a_blocked_plugin_is_not_loaded_and_a_note_says_so(build: Any, registry:
 def test_what_is_installed_changes_nothing_until_it_is_named(build: Any, offered: Any) -> None:
     before = build().manager.callers()
     assert build(registry=offered(plugin_a=_gate("A"), admit_b=_gate("B"))).manager.callers() == before
-
-
-def test_a_plugin_may_offer_commands(build: Any) -> None:
-    class Offering:
-        @hookimpl
-        def register_commands(self, registrar: CommandRegistrar) -> None:
-            registrar.add(click.Command("mine"))
-
-    registrar = CommandRegistrar()
-    build(Offering()).manager.hook.register_commands(registrar=registrar)
-    assert list(registrar.commands) == ["mine"]

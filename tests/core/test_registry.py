@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 
 from treadle.errors import ConfigError
-from treadle.registry import SLOTS, CommandRegistrar, Offer, Registry, StrategyRegistrar, load_object
+from treadle.registry import SLOTS, Offer, Registry, Slot, load_object
 from treadle.settings import load
 
 MODULE = '''
@@ -59,7 +58,9 @@ def _choose(name: str, registry: Registry) -> Any:
 
 def test_every_default_is_installed() -> None:
     registry = Registry.installed()
-    for slot in SLOTS:
+    slots = registry.slots()
+    assert [slot.name for slot in slots] == [*(slot.name for slot in SLOTS[:-1]), "attention", "execute"]
+    for slot in slots:
         assert slot.default in registry.names(slot.name), slot
 
 
@@ -166,14 +167,15 @@ def test_a_plugin_named_by_its_module() -> None:
             load_object(path, "a test").load()
 
 
-def test_registrars_refuse_what_does_not_fit() -> None:
-    strategies = StrategyRegistrar("test 1.0")
-    strategies.add("admit", "mine", Package)
-    assert strategies.offers[0].label == "admit.mine"
-    assert strategies.offers[0].load() is Package
-    with pytest.raises(ConfigError, match=r"test 1\.0 .*unknown slot 'admitt'; did you mean 'admit'"):
-        strategies.add("admitt", "mine", Package)
-    commands = CommandRegistrar()
-    commands.add(click.Command("mine"))
-    with pytest.raises(ConfigError, match="two plugins register a command 'mine'"):
-        commands.add(click.Command("mine"))
+def test_slots_are_those_of_all_executors_that_can_be_imported() -> None:
+    def broken() -> Any:
+        raise ConfigError("it needs another machine")
+
+    one = type("One", (), {"slots": (Slot("shuttle", ("throw",), "plain"),)})
+    two = type("Two", (one,), {})
+    loads = {"broken": broken, "one": lambda: one, "two": lambda: two}
+    registry = Registry(Offer("execute", name, "test 1.0", load) for name, load in loads.items())
+    assert [slot.name for slot in registry.slots()][-3:] == ["quantize", "shuttle", "execute"]
+    assert registry.owners("shuttle") == ["execute.one", "execute.two"]
+    assert registry.owners("admit") == []
+    assert registry.owners("shutle") == []

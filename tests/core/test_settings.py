@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pydantic
 import pytest
 
 from treadle.errors import ConfigError
-from treadle.registry import Offer, Registry
+from treadle.registry import Offer, Registry, Slot
 from treadle.settings import Settings, StrategySettings, load
 
 Load = Callable[..., Settings]
@@ -54,7 +56,7 @@ def test_defaults_fill_every_slot(resolve: Load) -> None:
     assert chosen == {
         "accept": "queue_limit", "order": "fcfs", "admit": "continuous", "budget": "decode_first", "prefix": "hash_chain",
         "allocate": "paged", "evict": "lru", "preempt": "recompute", "release": "at_once", "quantize": "none",
-        "attention": "auto", "execute": "simulated",
+        "execute": "simulated",
     }  # fmt: skip
     assert settings.choices["admit"].origin == "default"
     assert settings.choices["execute"].origin == "--set execute=simulated"
@@ -272,3 +274,228 @@ def test_a_file_in_another_encoding(tmp_path: Path, registry: Registry) -> None:
     path.write_bytes("model = 'caf\u00e9'".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin\.toml is not valid TOML"):
         load(path, registry=registry)
+
+
+def test_everything_that_is_wrong_anywhere_is_told_at_once(resolve: Load) -> None:
+    file = """
+modle = "x"
+order = 3
+plugins = ["tenants"]
+[pool]
+num_blocks = 0
+[evict]
+strateg = "lfu"
+[budget]
+strategy = "decode_frist"
+[plugin.others]
+x = 1
+"""
+    with pytest.raises(ConfigError) as raised:
+        resolve(file, {"TREADLE_ADMITT": "static", "TREADLE_ACCEPT": "[a"}, ["release", "admit.every_steps=0"])
+    for part in (
+        "modle (from", "order=3 (from", "unknown plugin 'tenants'", "pool.num_blocks=0 (from", "evict.strateg (from",
+        "'decode_frist'", "[plugin.others] (from", "TREADLE_ADMITT", "'[a' (from environment variable TREADLE_ACCEPT)",
+        "--set 'release'", "admit.every_steps='0' (from --set admit.every_steps=0)",
+    ):  # fmt: skip
+        assert sum(part in problem for problem in raised.value.problems) == 1, part
+    assert len(raised.value.problems) == 11
+    assert str(raised.value) == "; ".join(raised.value.problems)
+
+
+@pytest.mark.parametrize("slot", ["evict", "admit"])
+def test_a_misspelt_strategy_has_its_origin_and_a_suggestion(slot: str, resolve: Load) -> None:
+    """Whether or not the default strategy takes settings."""
+    with pytest.raises(ConfigError) as raised:
+        resolve(overrides=[f"{slot}.strateg=fifo"])
+    assert f"unknown setting {slot}.strateg (from --set {slot}.strateg=fifo)" in str(raised.value)
+    assert str(raised.value).endswith("did you mean 'strategy'?")
+
+
+def test_the_order_of_variables_means_nothing(resolve: Load) -> None:
+    """They are one layer, so a strategy's settings may sort before its name."""
+    settings = resolve(env={"TREADLE_ADMIT__STRATEGY": "windowed", "TREADLE_ADMIT__MAX_BATCH_SIZE": "3"})
+    assert _admit(settings).max_batch_size == 3
+    assert settings.choices["admit"].origins == {"max_batch_size": "environment variable TREADLE_ADMIT__MAX_BATCH_SIZE"}
+    assert settings.choices["admit"].origin == "environment variable TREADLE_ADMIT__STRATEGY"
+
+
+def test_lists_and_tables_in_variables_are_toml(resolve: Load) -> None:
+    env = {"TREADLE_ORDER": '{strategy = "length_bucket", min_batch = 2}', "TREADLE_ORDER__LIMITS": "[16, 32]"}
+    choice = resolve(env=env).choices["order"]
+    assert (choice.settings.min_batch, choice.settings.limits) == (2, (16, 32))  # type: ignore[union-attr]  # length_bucket's
+    assert choice.origins == {
+        name: f"environment variable TREADLE_ORDER{more}" for name, more in (("min_batch", ""), ("limits", "__LIMITS"))
+    }
+
+
+def test_a_value_over_a_table_takes_its_origins_along(resolve: Load) -> None:
+    with pytest.raises(ConfigError, match=r"pool='lots' \(from --set pool=lots\)"):
+        resolve("[pool]\nnum_blocks = 3", overrides=["pool=lots"])
+
+
+def test_a_file_may_be_a_pipe(tmp_path: Path, registry: Registry) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=("seed = 5",))
+    writer.start()
+    assert load(path, environment=False, registry=registry).root.seed == 5
+    writer.join()
+
+
+# --- slots of an executor -------------------------------------------------------------------------------------------------------
+
+
+class Loom:
+    """An executor with a slot of its own."""
+
+    slots = (Slot("shuttle", ("throw",), "plain"),)
+
+
+class Shuttle:
+    Settings = Nested
+
+    def __init__(self, settings: Nested) -> None:
+        pass
+
+
+@pytest.fixture
+def looms(registry: Registry) -> Registry:
+    offers = [
+        Offer("execute", "loom", "test 1.0", lambda: Loom),
+        Offer("shuttle", "plain", "test 1.0", lambda: Shuttle),
+        Offer("shuttle", "fly", "test 1.0", lambda: Shuttle),
+    ]
+    return registry.with_offers(offers)
+
+
+def test_an_executor_brings_slots(looms: Registry, resolve: Load) -> None:
+    env = {"TREADLE_SHUTTLE__WEIGHTS__A": "2"}
+    settings = resolve("[shuttle]\nstrategy = 'fly'", env, ["execute=loom"], registry=looms)
+    assert [slot.name for slot in settings.slots][-2:] == ["shuttle", "execute"]
+    assert settings.choices["shuttle"].offer.name == "fly"
+    assert settings.choices["shuttle"].settings == Nested(weights={"a": 2.0})
+    assert resolve(overrides=["execute=loom"], environment=False, registry=looms).choices["shuttle"].offer.name == "plain"
+
+
+@pytest.mark.parametrize(
+    ("given", "origin"),
+    [
+        ({"text": "[shuttle]\nstrategy = 'fly'"}, r"\[shuttle\] \(from .*treadle\.toml\)"),
+        ({"env": {"TREADLE_SHUTTLE": "fly"}}, "environment variable TREADLE_SHUTTLE"),
+        ({"values": {"shuttle": "fly"}}, r"\[shuttle\] \(from arguments\)"),
+        ({"overrides": ["shuttle.strategy=fly"]}, r"\[shuttle\] \(from --set shuttle\.strategy=fly\)"),
+    ],
+)
+def test_a_slot_of_an_executor_that_is_not_chosen_is_noted(
+    given: dict[str, Any], origin: str, looms: Registry, resolve: Load
+) -> None:
+    settings = resolve(registry=looms, **given)
+    assert "shuttle" not in settings.choices
+    (note,) = settings.notes
+    assert re.fullmatch(f"{origin} is not used: execute.loom has that slot, execute.simulated has not", note)
+
+
+def test_attention_is_a_slot_of_the_torch_executor(resolve: Load) -> None:
+    assert resolve(overrides=["execute=torch", "attention=numba"]).choices["attention"].offer.name == "numba"
+    assert "attention" not in resolve().choices
+
+
+def test_an_unknown_executor_is_the_only_error(looms: Registry, resolve: Load) -> None:
+    """Which slots it would have brought is not known."""
+    with pytest.raises(ConfigError) as raised:
+        resolve("[shuttle]\nstrategy = 'fly'", {"TREADLE_ATTENTION": "numba"}, ["execute=lom"], registry=looms)
+    assert raised.value.problems == ("unknown strategy 'lom' for slot 'execute' (from --set execute=lom); did you mean 'loom'?",)
+
+
+@pytest.mark.parametrize(
+    ("slots", "part"),
+    [
+        ([Slot("shuttle", ("throw",), "plain")], "not a tuple of treadle.registry.Slot"),
+        (("shuttle",), "not a tuple of treadle.registry.Slot"),
+        ((Slot("admit", ("throw",), "plain"),), "'admit', a name that is taken"),
+        ((Slot("plugin", ("throw",), "plain"),), "'plugin', a name that is taken"),
+        ((Slot("pool", ("throw",), "plain"),), "'pool', a name that is taken"),
+        ((Slot("shut-tle", ("throw",), "plain"),), "cannot be used"),
+        ((Slot("shuttle", ("throw",), "plain"),) * 2, "a name that is taken"),
+    ],
+)
+def test_an_executors_slots_are_checked(slots: Any, part: str, registry: Registry, resolve: Load) -> None:
+    odd = type("Odd", (), {"slots": slots})
+    with pytest.raises(ConfigError, match=r"execute\.odd") as raised:
+        resolve(overrides=["execute=odd"], registry=registry.with_offers([Offer("execute", "odd", "test 1.0", lambda: odd)]))
+    assert part in str(raised.value)
+
+
+# --- strategies by their path ---------------------------------------------------------------------------------------------------
+
+
+def test_a_strategy_may_be_named_by_its_module(resolve: Load) -> None:
+    path = "treadle_plugins.admit.windowed:Windowed"
+    settings = resolve(f"[admit]\nstrategy = '{path}'\nwindow_ms = 3")
+    assert settings.choices["admit"].offer.label == f"admit.{path}"
+    assert settings.choices["admit"].factory.__qualname__ == "Windowed"
+    assert _admit(settings).window_ms == 3
+    assert resolve(env={"TREADLE_ADMIT": path}).choices["admit"].offer.package == "module treadle_plugins.admit.windowed"
+
+
+@pytest.mark.parametrize(
+    ("path", "parts"),
+    [
+        ("no_such_module:Mine", ["'no_such_module'", "PYTHONPATH", "--set admit="]),
+        ("treadle_plugins.admit.windowed:Windwed", ["has no 'Windwed'", "did you mean 'Windowed'?"]),
+    ],
+)
+def test_a_path_that_leads_nowhere(path: str, parts: list[str], resolve: Load) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve(overrides=[f"admit={path}"])
+    for part in parts:
+        assert part in str(raised.value)
+
+
+# --- checks of strategies -------------------------------------------------------------------------------------------------------
+
+
+def _checked(registry: Registry, check: Callable[[Any, Settings], None]) -> Registry:
+    strategy = type("Checked", (), {"check_configuration": staticmethod(check)})
+    return registry.with_offers([Offer("release", "checked", "test 1.0", lambda: strategy)])
+
+
+def test_a_strategy_sees_the_whole_configuration_and_may_refuse_it(registry: Registry, resolve: Load) -> None:
+    def check(own: object, settings: Settings) -> None:
+        assert own is None
+        if settings.choices["admit"].offer.name == "static" and settings.root.seed == 3:
+            raise ConfigError("seed 3 is unlucky")
+
+    offered = _checked(registry, check)
+    resolve(overrides=["release=checked", "seed=3"], registry=offered)
+    resolve(overrides=["admit=static", "seed=3"], registry=offered)
+    with pytest.raises(ConfigError) as raised:
+        resolve(overrides=["release=checked", "seed=3", "admit=static", "order=fcsf"], registry=offered)
+    assert raised.value.problems[1:] == ("seed 3 is unlucky",)
+    assert "did you mean 'fcfs'" in raised.value.problems[0]
+
+
+def test_a_check_that_needs_what_is_wrong_itself_says_nothing(registry: Registry, resolve: Load) -> None:
+    def check(own: object, settings: Settings) -> None:
+        raise ConfigError(f"{settings.choices['order'].offer.label} and {settings.root.pool.num_blocks} are bad")
+
+    offered = _checked(registry, check)
+    for wrong in ("order=fcsf", "pool.num_blocks=0"):
+        with pytest.raises(ConfigError) as raised:
+            resolve(overrides=["release=checked", wrong], registry=offered)
+        assert len(raised.value.problems) == 1
+        assert "are bad" not in str(raised.value)
+
+
+def test_a_check_that_fails_is_named(registry: Registry, resolve: Load) -> None:
+    offered = _checked(registry, lambda own, settings: 1 / 0)  # type: ignore[arg-type,return-value]  # never returns
+    with pytest.raises(ConfigError, match=r"release\.checked failed in its check: ZeroDivisionError"):
+        resolve(overrides=["release=checked"], registry=offered)
+
+
+def test_swap_without_swap_memory_is_refused_with_both_origins(resolve: Load) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve('preempt = "swap"', {"TREADLE_POOL__SWAP_MEMORY": "0"})
+    for part in ("preempt.strategy='swap' (from", "treadle.toml", "(from environment variable TREADLE_POOL__SWAP_MEMORY)"):
+        assert part in str(raised.value)
+    resolve('preempt = "swap"', overrides=["pool.swap_memory=1MiB"], environment=False)

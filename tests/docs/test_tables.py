@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.registry import SLOTS, Registry
+from treadle.registry import Registry
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = re.compile(r"`([\w.]+)`")
@@ -22,7 +22,7 @@ def strategies() -> dict[str, list[str]]:
     own = [offer for offer in Registry.installed() if offer.package.split()[0] == "treadle"]
     return {
         slot.name: sorted((o.name for o in own if o.kind == slot.name), key=lambda name: (name != slot.default, name))
-        for slot in SLOTS
+        for slot in Registry.installed().slots()
     }
 
 
@@ -57,7 +57,7 @@ def test_settings_that_the_guide_names_exist() -> None:
     page = (ROOT / GUIDE).read_text(encoding="utf-8")
     registry = Registry.installed()
     for slot, setting in re.findall(r"`(\w+)\.(\w+)(?: = [^`]*)?`", page):
-        if slot in {s.name for s in SLOTS}:
+        if slot in {s.name for s in registry.slots()}:
             models = [getattr(registry.find(slot, name, "the guide").load(), "Settings", None) for name in registry.names(slot)]
             assert any(model and setting in model.model_fields for model in models), f"{slot}.{setting}"
 

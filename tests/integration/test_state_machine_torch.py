@@ -343,7 +343,8 @@ class TorchMachine(RuleBasedStateMachine):
         model = TinyModel(self.truth, setup.num_swap_blocks)
         self.ledger = Ledger(self.met)
         plugins = [FreePoisoner(), self.ledger]
-        self.engine = make_engine(model, *plugins, num_blocks=setup.num_blocks, registry=REGISTRY, **setup.slots)
+        sizes = {"num_blocks": setup.num_blocks, "swap_memory": setup.num_swap_blocks}
+        self.engine = make_engine(model, *plugins, **sizes, registry=REGISTRY, **setup.slots)
         self.executor = model.executor
         self.form = self.engine.info.kv_format
         self.met[f"engine: {self.case}"] += 1

@@ -105,8 +105,10 @@ def test_full_swap_space_falls_back_to_recompute_and_tells_so() -> None:
 
 
 def test_swap_without_swap_space_is_refused_at_start_up() -> None:
-    with pytest.raises(ConfigError, match=r"pool\.swap_memory"):
+    with pytest.raises(ConfigError, match=r"pool\.swap_memory=0 \(from "):
         make_engine(preempt="swap")
+    with pytest.raises(ConfigError, match=r"pool\.swap_memory holds no block"):
+        make_engine(preempt="swap", swap_memory=1)
 
 
 def test_a_preempted_request_keeps_its_place() -> None:

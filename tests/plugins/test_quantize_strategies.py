@@ -156,6 +156,24 @@ def test_settings_that_do_not_fit(make: Any, settings: dict[str, Any], message: 
         make(**settings)
 
 
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"strategy": "int4", "rotation": 3}, "quantize.rotation=3 is no power of two"),
+        ({"strategy": "int8", "granularity": "head_channel"}, "quantize.granularity='head_channel' needs static scales"),
+        ({"strategy": "mixed", "value_granularity": "head_channel"}, "quantize.value_granularity='head_channel' needs"),
+        (
+            {"strategy": "int4", "granularity": "head_channel", "rotation": 8, "calibration": "nowhere.json"},
+            "quantize.rotation=8 mixes the channels",
+        ),
+        ({"strategy": "int8", "calibration": "nowhere.json"}, "quantize.calibration='nowhere.json' cannot be read: No such file"),
+    ],
+)
+def test_what_fits_no_model_is_refused_before_one_is_loaded(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(environment=False, values={"execute": "simulated", "quantize": table})
+
+
 @pytest.mark.parametrize("wrong", [{"key_bits": 3}, {"value_bits": "some"}, {"key_group": "few"}, {"rotation": "maybe"}])
 def test_values_that_mean_nothing(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import click
 
 from treadle.cli import Common, common_options
 from treadle.errors import ConfigError, TreadleError
 
-if TYPE_CHECKING:
-    from treadle.settings import Layers
-
 DEFAULT_FILE = "treadle.toml"
-PLUGIN_TABLES = frozenset({"plugins", "plugin", "blocked"})
 
 
 @click.group()
@@ -62,8 +57,7 @@ def check(common: Common, /, file: str | None) -> None:
     try:
         manager = common.manager()
     except TreadleError as error:
-        problems = _problems(common) or [error]
-        for problem in problems:
+        for problem in error.problems if isinstance(error, ConfigError) else [error]:
             click.echo(f"error: {problem}", err=True)
         raise click.exceptions.Exit(2) from None
     for note in manager.settings.notes:
@@ -80,35 +74,3 @@ def schema(common: Common, /) -> None:
 
     found = build(common.registry, lambda problem: click.echo(f"warning: {problem}", err=True))
     click.echo(json.dumps(found, indent=2, ensure_ascii=False))
-
-
-def _problems(common: Common) -> list[TreadleError]:
-    """The error of each part of a configuration that is wrong by itself."""
-    from treadle.registry import SLOTS
-    from treadle.settings import read_layers
-
-    try:
-        layers = read_layers(common.config, common.all_overrides)
-    except TreadleError as error:
-        return [error]
-    slots = {slot.name for slot in SLOTS}
-    problems = _problems_of(layers, [frozenset(layers.values) - slots - PLUGIN_TABLES, PLUGIN_TABLES], common)
-    # a slot may be filled by a strategy that a plugin brings; when the plugins are wrong, each slot is checked for itself
-    plugins: frozenset[str] = frozenset() if problems else PLUGIN_TABLES
-    problems += _problems_of(layers, [plugins | {slot.name} for slot in SLOTS], common)
-    return problems
-
-
-def _problems_of(layers: Layers, parts: list[frozenset[str]], common: Common) -> list[TreadleError]:
-    """The errors of parts of a configuration, each part being some names of the top level."""
-    from treadle.settings import Layers, resolve
-
-    problems = []
-    for names in parts:
-        values = {name: value for name, value in layers.values.items() if name in names}
-        origins = {path: origin for path, origin in layers.origins.items() if path[0] in names}
-        try:
-            resolve(Layers(values, origins), common.registry)
-        except TreadleError as error:
-            problems.append(error)
-    return problems

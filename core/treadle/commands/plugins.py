@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def plugins(common: Common, /, json: bool) -> None:
     """List what installed packages offer.
 
-    Strategies of each slot, plugins and commands, with their packages. Nothing is imported, so this works
-    while a package is broken.
+    Strategies of each slot, plugins and commands, with their packages. Only executors are imported, for the
+    slots that they bring, so this works while a package is broken.
     """
     offers = list_offers(common.registry)
     click.echo(json_.dumps(offers, indent=2) if json else as_text(offers))
@@ -29,11 +29,10 @@ def plugins(common: Common, /, json: bool) -> None:
 
 def list_offers(registry: Registry) -> list[dict[str, Any]]:
     """A record for each offer: slots in their order, then plugins, then commands, then what fits nowhere."""
-    from treadle.registry import SLOT, SLOTS
-
-    kinds = [*SLOT, "plugin", "command"]
+    slots = registry.slots()
+    kinds = [*(slot.name for slot in slots), "plugin", "command"]
     offers = sorted(registry, key=lambda o: (kinds.index(o.kind) if o.kind in kinds else len(kinds), o.kind, o.name))
-    defaults = {(slot.name, slot.default) for slot in SLOTS}
+    defaults = {(slot.name, slot.default) for slot in slots}
     times = [(offer.kind, offer.name) for offer in offers]
     return [
         {

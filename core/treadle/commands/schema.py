@@ -8,20 +8,22 @@ from typing import Any
 from pydantic import BaseModel
 
 from treadle.errors import TreadleError
-from treadle.registry import SLOTS, Offer, Registry, Slot
-from treadle.settings import Root
+from treadle.registry import Offer, Registry, Slot
+from treadle.settings import with_tables
 
 Schema = dict[str, Any]
 
 
 def build(registry: Registry, warn: Callable[[str], None]) -> Schema:
     """The schema. `warn` hears of strategies that cannot be imported here; any settings are valid for those."""
-    schema = Root.model_json_schema()
+    slots = registry.slots()
+    schema = with_tables(slots).model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "Configuration of Treadle"
     definitions = schema.setdefault("$defs", {})
-    for slot in SLOTS:
-        schema["properties"][slot.name] = _slot(slot, registry, definitions, warn)
+    for slot in slots:
+        description = schema["properties"][slot.name]["description"]
+        schema["properties"][slot.name] = {"description": description, **_slot(slot, registry, definitions, warn)}
     plugins = schema["properties"]["plugin"]
     plugins["properties"] = {
         offer.name: _reference(offer, definitions, _table(offer, warn)) for offer in registry if offer.kind == "plugin"
@@ -40,7 +42,6 @@ def _slot(slot: Slot, registry: Registry, definitions: Schema, warn: Callable[[s
             table["required"] = ["strategy", *table.get("required", [])]
         tables.append(_reference(offer, definitions, table))
     return {
-        "description": Root.model_fields[slot.name].description,
         "oneOf": [{"enum": [offer.name for offer in offers]}, *tables],
         "default": slot.default,
     }

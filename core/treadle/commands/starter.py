@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 
-from treadle.registry import SLOT, SLOTS, Registry, Slot
+from treadle.registry import SLOT, Registry, Slot, with_slots_of
 from treadle.settings import Root
 
 HEAD = """\
@@ -21,9 +21,9 @@ HEAD = """\
 def starter(registry: Registry) -> str:
     """The whole file. Loading it gives exactly the defaults. Raises ConfigError when a default strategy cannot be imported."""
     root = Root()
-    tables = set(SLOT) | {"plugin"}
-    lines = [HEAD, *_settings(root, skip=tables)]
-    for slot in SLOTS:
+    lines = [HEAD, *_settings(root, skip={"plugin"})]
+    executor = registry.find("execute", SLOT["execute"].default, "default")
+    for slot in with_slots_of(executor.load(), executor.label):
         lines += ["", *_slot(slot, registry)]
     lines += ["", f"# {Root.model_fields['plugin'].description}", "# [plugin.NAME]", ""]
     return "\n".join(lines)

@@ -45,7 +45,7 @@ class FakeExecutor(SyncExecutor):
         """Ids of requests whose presence makes a pass fail."""
         self.closed = False
         self._step_s = step_s
-        self._num_swap_blocks = num_swap_blocks
+        self.num_swap_blocks = num_swap_blocks
         self._size = 0
         self._kv: Blocks = []
         self._swapped: Blocks = []
@@ -60,8 +60,8 @@ class FakeExecutor(SyncExecutor):
         num_blocks = spec.num_blocks or 64
         self._size = spec.block_size
         self._kv = [[None] * self._size for _ in range(num_blocks)]
-        self._swapped = [[None] * self._size for _ in range(self._num_swap_blocks)]
-        return PoolSize(num_blocks, self._num_swap_blocks)
+        self._swapped = [[None] * self._size for _ in range(self.num_swap_blocks)]
+        return PoolSize(num_blocks, self.num_swap_blocks)
 
     def run(self, plan: StepPlan) -> Outcome:
         """Copy, write everyone's KV, then read and sample."""

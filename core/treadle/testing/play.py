@@ -18,16 +18,23 @@ def make_engine(
     executor: FakeExecutor | None = None,
     num_blocks: int = 64,
     block_size: int = 16,
+    swap_memory: int = 0,
     registry: Registry | None = None,
     **slots: Any,
 ) -> Engine:
-    """An engine with the fake executor and small blocks. `slots`: a strategy's name, or a table of settings with `strategy`."""
+    """An engine with the fake executor and small blocks. `slots`: a strategy's name, or a table of settings with `strategy`.
+
+    The fake executor has as many swap blocks as it was made with; `swap_memory` is for executors that plugins bring.
+    """
     values: dict[str, Any] = {"pool": {"num_blocks": num_blocks}, "quantize": "none", "execute": "simulated"}
     for slot, value in slots.items():
         values[slot] = {"strategy": value} if isinstance(value, str) else dict(value)
     values.setdefault("allocate", {}).setdefault("block_size", block_size)
+    executor = executor or FakeExecutor()
+    # any size will do for the fake executor
+    values["pool"]["swap_memory"] = swap_memory or executor.num_swap_blocks
     settings = load(environment=False, values=values, registry=registry)
-    return Engine(settings, [executor or FakeExecutor(), *plugins])
+    return Engine(settings, [executor, *plugins])
 
 
 def play(

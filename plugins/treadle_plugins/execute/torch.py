@@ -12,6 +12,7 @@ import treadle
 from treadle import Executor, StrategySettings, hookimpl
 from treadle.clocks import MonotonicClock
 from treadle.errors import ConfigError
+from treadle.registry import Slot
 from treadle_plugins.execute.torch_executor.hookspecs import TorchExecutorHooks
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class TorchStrategy:
 
     Settings = TorchSettings
     hookspecs = TorchExecutorHooks
+    slots = (Slot("attention", ("attention",), "auto"),)
 
     def __init__(self, settings: TorchSettings) -> None:
         self._settings = settings

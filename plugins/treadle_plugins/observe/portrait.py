@@ -17,6 +17,7 @@ from typing import IO
 
 from pydantic import Field
 
+import treadle
 from treadle import EngineInfo, Request, Step, StepReport, StrategySettings, hookimpl
 from treadle.errors import ConfigError
 
@@ -79,6 +80,13 @@ class Portrait:
         """Of the step that is being told, but for its tokens."""
         self._written: set[int] = set()
         """Blocks that were ever in use: a system gives memory of a pool to those alone."""
+
+    @staticmethod
+    def check_configuration(own: PortraitSettings, settings: treadle.Settings) -> None:  # noqa: ARG004  # nothing else matters
+        """Refuse a folder that is not there. Whether the file can be written is known when it is opened."""
+        folder = own.path.parent
+        if not folder.is_dir():
+            raise ConfigError(f"plugin.portrait.path={str(own.path)!r}: there is no folder {str(folder)!r}; name another file")
 
     @hookimpl
     def engine_started(self, engine: EngineInfo) -> None:

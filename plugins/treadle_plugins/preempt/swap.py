@@ -5,6 +5,7 @@ The copies are exact. Where swap space is full, the core preempts by recompute i
 
 from __future__ import annotations
 
+import treadle
 from treadle import EngineInfo, Preemption, PreemptionMode, Request, Step, hookimpl
 from treadle.errors import ConfigError
 from treadle_plugins.preempt.victims import VictimSettings, choose_victim
@@ -17,6 +18,16 @@ class Swap:
 
     def __init__(self, settings: VictimSettings) -> None:
         self._settings = settings
+
+    @staticmethod
+    def check_configuration(own: VictimSettings, settings: treadle.Settings) -> None:  # noqa: ARG004  # any victim needs it
+        """Refuse a configuration without swap space. Whether a block fits into it is known when the model is."""
+        if not settings.root.pool.swap_memory:
+            swap, memory = settings.choices["preempt"].origin, settings.origins.get(("pool", "swap_memory"), "default")
+            raise ConfigError(
+                f"preempt.strategy='swap' (from {swap}) needs swap space, and pool.swap_memory=0 (from {memory}) gives none; "
+                "set it to a size such as '1GiB', or choose 'recompute'"
+            )
 
     @hookimpl
     def engine_started(self, engine: EngineInfo) -> None:

@@ -63,8 +63,19 @@ class Calibration(BaseModel):
 
 def read(path: Path, model: ModelInfo) -> Calibration:
     """Read a calibration of `model`. Raises ConfigError when it cannot be read, is damaged or belongs to another model."""
+    found = parse(path)
+    if found.fingerprint != model.fingerprint:
+        raise ConfigError(
+            f"quantize.calibration={str(path)!r} was made for the model {found.model!r} ({found.fingerprint}), not for "
+            f"{model.name!r} ({model.fingerprint}): weights or precision differ; run `treadle calibrate` with this model"
+        )
+    return found
+
+
+def parse(path: Path) -> Calibration:
+    """Read a calibration of any model. Raises ConfigError when it cannot be read or is damaged."""
     try:
-        found = Calibration.model_validate_json(path.read_bytes())
+        return Calibration.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(
             f"quantize.calibration={str(path)!r} cannot be read: {error.strerror}; `treadle calibrate` writes one"
@@ -73,12 +84,6 @@ def read(path: Path, model: ModelInfo) -> Calibration:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
         raise ConfigError(f"quantize.calibration={str(path)!r} is no calibration file: {where}: {first['msg']}") from None
-    if found.fingerprint != model.fingerprint:
-        raise ConfigError(
-            f"quantize.calibration={str(path)!r} was made for the model {found.model!r} ({found.fingerprint}), not for "
-            f"{model.name!r} ({model.fingerprint}): weights or precision differ; run `treadle calibrate` with this model"
-        )
-    return found
 
 
 def write(path: Path, calibration: Calibration) -> None:

@@ -26,8 +26,8 @@ _DIGITS = 6
 """Significant digits that are kept of a number."""
 _SMALLEST = 1e-4
 """Channels whose keys or queries are smaller than this share of the head's largest are balanced as if they had it."""
-_LEFT_ALONE = ("attention", "execute", "quantize")
-"""Slots whose strategy matters here; the others serve one request after another, with their defaults."""
+_LEFT_ALONE = ("execute", "quantize")
+"""Slots whose strategy matters here, as do the executor's; the others serve one request after another, with their defaults."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+import treadle
 from treadle import KVFormat, ModelInfo, StrategySettings
 from treadle.contracts import KeyBalance, StaticChannels
 from treadle.errors import ConfigError
-from treadle_plugins.quantize.calibration_file import Ranges, Table, read
+from treadle_plugins.quantize.calibration_file import Ranges, Table, parse, read
 
 FEW_BITS = 4
 """From here down, groups and a rotation pay for themselves."""
@@ -48,6 +49,10 @@ class CodecSettings(StrategySettings):
     """File of `treadle calibrate`: keeps the heads that it names whole, balances keys, and gives static scales."""
     balance: bool = True
     """Make the channels of keys alike first, as the calibration found them."""
+
+    def sides(self) -> tuple[Side, Side]:
+        """What is chosen for keys and for values."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,22 @@ class Side:
         return fitting[-1] if self.has_few_bits and fitting[-1] < model.head_dim else None
 
 
-def build(model: ModelInfo, settings: CodecSettings, keys: Side, values: Side) -> KVFormat:
+def check(codec: CodecSettings, settings: treadle.Settings) -> None:  # noqa: ARG001  # nothing else matters
+    """Refuse a codec that fits no model, and a calibration that cannot be read. Raises ConfigError."""
+    for side in codec.sides():
+        if side.is_static and codec.calibration is None:
+            raise _needs_scales(side)
+        if side.is_static and isinstance(codec.rotation, int):
+            raise _mixes_channels(codec.rotation, side)
+    if isinstance(codec.rotation, int) and (codec.rotation < 1 or codec.rotation & (codec.rotation - 1)):
+        raise ConfigError(f"quantize.rotation={codec.rotation} is no power of two; use one that divides the head size, or 'auto'")
+    if codec.calibration is not None:
+        parse(codec.calibration)
+
+
+def build(model: ModelInfo, settings: CodecSettings) -> KVFormat:
     """The format. Raises ConfigError for what does not fit the model, and for a calibration that is missing or not its own."""
+    keys, values = settings.sides()
     _check_whole(model, settings)
     rotation = _rotation(model, settings.rotation, keys, values)
     calibration = None if settings.calibration is None else read(settings.calibration, model)
@@ -123,10 +142,7 @@ def _rotation(model: ModelInfo, chosen: int | str, keys: Side, values: Side) -> 
         return largest if largest > 1 else None
     assert isinstance(chosen, int), "other texts are refused by the settings"
     if static:
-        raise ConfigError(
-            f"quantize.rotation={chosen} mixes the channels that quantize.{static.names}granularity='head_channel' has scales "
-            "for; use rotation='none' or granularity 'token_head'"
-        )
+        raise _mixes_channels(chosen, static)
     if chosen < 1 or chosen & (chosen - 1) or largest % chosen:
         raise ConfigError(
             f"quantize.rotation={chosen} is no power of two that divides the head size {model.head_dim} of {model.name!r}; "
@@ -135,14 +151,25 @@ def _rotation(model: ModelInfo, chosen: int | str, keys: Side, values: Side) -> 
     return chosen
 
 
+def _mixes_channels(rotation: int, side: Side) -> ConfigError:
+    return ConfigError(
+        f"quantize.rotation={rotation} mixes the channels that quantize.{side.names}granularity='head_channel' has scales "
+        "for; use rotation='none' or granularity 'token_head'"
+    )
+
+
+def _needs_scales(side: Side) -> ConfigError:
+    return ConfigError(
+        f"quantize.{side.names}granularity='head_channel' needs static scales; set quantize.calibration to a file that "
+        "`treadle calibrate` wrote, or use 'token_head'"
+    )
+
+
 def _static(side: Side, ranges: Ranges | None) -> StaticChannels | None:
     if not side.is_static:
         return None
     if ranges is None:
-        raise ConfigError(
-            f"quantize.{side.names}granularity='head_channel' needs static scales; set quantize.calibration to a file that "
-            "`treadle calibrate` wrote, or use 'token_head'"
-        )
+        raise _needs_scales(side)
     assert side.bits is not None, "a side kept whole is not static"
     if side.is_symmetric:
         middle = 1 << (side.bits - 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from treadle import KVFormat, ModelInfo, hookimpl
-from treadle_plugins.quantize.formats import CodecSettings, Granularity, Group, Side, build
+from treadle_plugins.quantize.formats import CodecSettings, Granularity, Group, Side, build, check
 
 
 class Int4Settings(CodecSettings):
@@ -16,11 +16,17 @@ class Int4Settings(CodecSettings):
     symmetric: bool = True
     """Scales only; false stores a minimum beside each scale."""
 
+    def sides(self) -> tuple[Side, Side]:
+        """Keys and values, each as set."""
+        side = Side(4, self.group, self.symmetric, self.granularity)
+        return side, side
+
 
 class Int4:
     """Both sides alike."""
 
     Settings = Int4Settings
+    check_configuration = staticmethod(check)
 
     def __init__(self, settings: Int4Settings) -> None:
         self._settings = settings
@@ -28,5 +34,4 @@ class Int4:
     @hookimpl
     def quantize(self, model: ModelInfo) -> KVFormat:
         """The format. Raises ConfigError for settings that do not fit the model."""
-        side = Side(4, self._settings.group, self._settings.symmetric, self._settings.granularity)
-        return build(model, self._settings, side, side)
+        return build(model, self._settings)

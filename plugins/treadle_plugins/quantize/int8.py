@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from treadle import KVFormat, ModelInfo, hookimpl
-from treadle_plugins.quantize.formats import CodecSettings, Granularity, Rotation, Side, build
+from treadle_plugins.quantize.formats import CodecSettings, Granularity, Rotation, Side, build, check
 
 
 class Int8Settings(CodecSettings):
@@ -16,11 +16,17 @@ class Int8Settings(CodecSettings):
     rotation: Rotation = "none"
     """Size of the Hadamard blocks that rotate keys and values first; 8 bits do without."""
 
+    def sides(self) -> tuple[Side, Side]:
+        """Keys and values, each as set."""
+        side = Side(8, "head", self.symmetric, self.granularity)
+        return side, side
+
 
 class Int8:
     """Both sides alike."""
 
     Settings = Int8Settings
+    check_configuration = staticmethod(check)
 
     def __init__(self, settings: Int8Settings) -> None:
         self._settings = settings
@@ -28,5 +34,4 @@ class Int8:
     @hookimpl
     def quantize(self, model: ModelInfo) -> KVFormat:
         """The format. Raises ConfigError for settings that do not fit the model."""
-        side = Side(8, "head", self._settings.symmetric, self._settings.granularity)
-        return build(model, self._settings, side, side)
+        return build(model, self._settings)

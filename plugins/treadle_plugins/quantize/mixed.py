@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from treadle import KVFormat, ModelInfo, hookimpl
-from treadle_plugins.quantize.formats import Bits, CodecSettings, Granularity, Group, Side, build
+from treadle_plugins.quantize.formats import Bits, CodecSettings, Granularity, Group, Side, build, check
 
 
 class MixedSettings(CodecSettings):
@@ -26,11 +26,19 @@ class MixedSettings(CodecSettings):
     value_granularity: Granularity = "token_head"
     """The same of values."""
 
+    def sides(self) -> tuple[Side, Side]:
+        """Keys and values, each as set."""
+        return (
+            Side(_bits(self.key_bits), self.key_group, self.key_symmetric, self.key_granularity, "key_"),
+            Side(_bits(self.value_bits), self.value_group, self.value_symmetric, self.value_granularity, "value_"),
+        )
+
 
 class Mixed:
     """Each side as set."""
 
     Settings = MixedSettings
+    check_configuration = staticmethod(check)
 
     def __init__(self, settings: MixedSettings) -> None:
         self._settings = settings
@@ -38,10 +46,7 @@ class Mixed:
     @hookimpl
     def quantize(self, model: ModelInfo) -> KVFormat:
         """The format. Raises ConfigError for settings that do not fit the model."""
-        s = self._settings
-        keys = Side(_bits(s.key_bits), s.key_group, s.key_symmetric, s.key_granularity, "key_")
-        values = Side(_bits(s.value_bits), s.value_group, s.value_symmetric, s.value_granularity, "value_")
-        return build(model, s, keys, values)
+        return build(model, self._settings)
 
 
 def _bits(chosen: int | str) -> int | None:

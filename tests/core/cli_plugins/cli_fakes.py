@@ -5,13 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 
-import click
-
 from treadle import Admission, Step, hookimpl
-from treadle.cli import Common, common_options
 from treadle.clocks import MonotonicClock
 from treadle.plan import Outcome, StepPlan
-from treadle.registry import CommandRegistrar
 from treadle.testing import FakeExecutor
 
 
@@ -77,20 +73,3 @@ class Careful:
     @hookimpl(wrapper=True)
     def admit(self, step: Step) -> Generator[None, Admission, Admission]:
         return (yield)
-
-
-class Commands:
-    """Brings a command."""
-
-    @hookimpl
-    def register_commands(self, registrar: CommandRegistrar) -> None:
-        registrar.add(weave)
-
-
-@click.command()
-@click.option("--colour", default="red")
-@common_options
-@click.pass_obj
-def weave(common: Common, /, colour: str) -> None:
-    """Weave a cloth."""
-    click.echo(f"{colour} cloth, batch {common.settings().root.admit}")
