@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from treadle.errors import TreadleError
     from treadle.handles import Completion, Handle
     from treadle.hookspecs import hookimpl
+    from treadle.plugin import Plugin, Trait
     from treadle.request import FinishReason, Phase, Request, RequestOptions, StashKey
     from treadle.sampling_params import SamplingParams
     from treadle.settings import BlockSettings, Settings, StrategySettings, load
@@ -42,6 +43,7 @@ _HOMES = {
     "treadle.errors": ("TreadleError",),
     "treadle.handles": ("Completion", "Handle"),
     "treadle.hookspecs": ("hookimpl",),
+    "treadle.plugin": ("Plugin", "Trait"),
     "treadle.request": ("FinishReason", "Phase", "Request", "RequestOptions", "StashKey"),
     "treadle.sampling_params": ("SamplingParams",),
     "treadle.settings": ("BlockSettings", "Settings", "StrategySettings", "load"),
@@ -51,9 +53,9 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Accept", "Admission", "BlockSettings", "Budget", "Completion", "Engine", "EngineInfo", "Executor", "FinishReason", "Handle",
-    "KVFormat", "Load", "ModelInfo", "NotBefore", "Open", "Phase", "Preemption", "PreemptionMode", "Refuse", "Request",
-    "RequestOptions", "SamplingParams", "Settings", "StashKey", "Step", "StepReport", "StrategySettings", "TreadleError", "Trim",
-    "hookimpl", "load",
+    "KVFormat", "Load", "ModelInfo", "NotBefore", "Open", "Phase", "Plugin", "Preemption", "PreemptionMode", "Refuse", "Request",
+    "RequestOptions", "SamplingParams", "Settings", "StashKey", "Step", "StepReport", "StrategySettings", "Trait", "TreadleError",
+    "Trim", "hookimpl", "load",
 ]  # fmt: skip
 
 
