@@ -37,8 +37,8 @@ CHANGES = (
         "Who needs the live step implements step_committed(step)",
         lost=("step",),
     ),
-    Change(2, "admit", "admit(step, request) got a third argument, `match`: what the request would reuse; take it if you need it. "
-        "Answer Admission.NO_ROOM instead of STOP where blocks are what is lacking, so that urgent requests may preempt"),
+    Change(2, "admit", "admit(step, request) got a third argument, `match`: what the request would reuse. Take it if you need "
+        "it. Answer Admission.NO_ROOM instead of STOP where blocks are what is lacking, so that urgent requests may preempt"),
     Change(2, "request_refused", "request_refused(step, request) is new: told of requests that `accept` turned away"),
     Change(
         2,
@@ -51,7 +51,7 @@ CHANGES = (
     Change(
         2,
         "execute",
-        "Executor.run(plan) is launch(plan), which starts a pass, and collect(), which waits for its outcome. Derive from "
+        "execute answers an Executor without run(plan): launch(plan) starts a pass, and collect() waits for its outcome. Derive from "
         "treadle.SyncExecutor to keep a `run`: it makes both of it",
     ),
     *(

@@ -98,7 +98,7 @@ def _check_parameter(parameter: inspect.Parameter, label: str, hook: pluggy.Hook
     by_position = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     if not by_position or (parameter.default is not parameter.empty and name in known):
         raise ConfigError(
-            f"{label}: the argument {str(parameter)!r} of {hook.name!r} would never be passed; take some of "
+            f"{label}: the argument {name!r} of {hook.name!r} would never be passed; take some of "
             f"{', '.join(known) or 'no arguments'}, each by its name and without a default"
         )
     if parameter.default is parameter.empty and name not in known:

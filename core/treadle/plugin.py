@@ -84,7 +84,9 @@ def name_of(plugin: object) -> str:
     name = getattr(plugin, "name", None)
     if isinstance(name, str) and name:
         return name
-    return plugin.__name__ if inspect.ismodule(plugin) else type(plugin).__qualname__
+    if inspect.ismodule(plugin):
+        return plugin.__name__
+    return plugin.__qualname__ if inspect.isclass(plugin) else type(plugin).__qualname__
 
 
 def missing_members(protocol: type, value: object) -> list[str]:
