@@ -51,7 +51,7 @@ CHANGES = (
     Change(
         2,
         "execute",
-        "execute answers an Executor without run(plan): launch(plan) starts a pass, and collect() waits for its outcome. Derive from "
+        "execute answers an Executor without run(plan): launch(plan) starts a pass, collect() waits for its outcome. Derive from "
         "treadle.SyncExecutor to keep a `run`: it makes both of it",
     ),
     *(

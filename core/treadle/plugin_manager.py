@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import cast
 
 import pluggy
@@ -19,6 +20,7 @@ from treadle.registry import SLOT, SLOTS
 from treadle.settings import Choice, Settings
 
 REUSE_TRAIT = Trait.PREFIX_REUSE
+CORE = "core"
 OWN_PACKAGE = "treadle"
 
 
@@ -32,6 +34,19 @@ class Registered:
     choice: Choice | None
     unused: str | None = None
     """Why it is not asked anything, when that is so."""
+
+
+@dataclass(frozen=True)
+class HookFacts:
+    """A hook, for people."""
+
+    name: str
+    kind: str
+    """`decide`, `tell` or `register`."""
+    owner: str
+    """`core`, or the plugin that brings and calls it."""
+    function: FunctionType
+    """Its specification, with signature and docstring."""
 
 
 class PluginManager:
@@ -149,6 +164,20 @@ class PluginManager:
                     raise ConfigError(f"{name} does not go together with {other.name} (from {origin}): {reason}")
 
     # --- explaining -----------------------------------------------------------------------------------------------------------
+
+    def hooks(self) -> list[HookFacts]:
+        """Every hook of the stack: the core's, then those that plugins bring; each in the order in which it is written."""
+        facts = [self._facts(hook) for hook in self._hooks().values() if hook.spec]
+        return sorted(facts, key=lambda hook: (hook.owner != CORE, hook.owner, hook.function.__code__.co_firstlineno))
+
+    def _facts(self, hook: pluggy.HookCaller) -> HookFacts:
+        assert hook.spec is not None
+        function, namespace = hook.spec.function, hook.spec.namespace
+        assert inspect.isfunction(function), f"{hook.name} is specified by a {type(function).__name__}"
+        kind = "decide" if hook.spec.opts["firstresult"] else "register" if hook.name.startswith("register_") else "tell"
+        choices = (*self.settings.choices.values(), *self.settings.plugins)
+        brought = (choice.offer.label for choice in choices if getattr(choice.factory, "hookspecs", None) is namespace)
+        return HookFacts(hook.name, kind, next(brought, CORE), function)
 
     def callers(self) -> list[tuple[str, list[str]]]:
         """For each hook that is implemented, the plugins in the order in which they are called."""
