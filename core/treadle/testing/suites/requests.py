@@ -9,6 +9,7 @@ from treadle.contracts import Budget
 from treadle.errors import Refused
 from treadle.handles import Handle
 from treadle.hookspecs import hookimpl
+from treadle.plugin import missing_members
 from treadle.request import FinishReason, Phase, Request
 from treadle.sampling_params import SamplingParams
 from treadle.step import Step
@@ -244,7 +245,8 @@ class BudgetSpy:
     def budget(self) -> Generator[None, Budget | None, Budget | None]:
         """Put a watch around the answer."""
         answer = yield
-        assert isinstance(answer, Budget), f"{answer!r} is no Budget"
+        assert answer is not None, "nobody answered"
+        assert not missing_members(Budget, answer), f"{answer!r} is no Budget"
         return WatchedBudget(answer, self)
 
 
