@@ -134,6 +134,8 @@ class PluginManager:
         return plugin
 
     def _register(self, name: str, package: str, plugin: object, choice: Choice | None) -> None:
+        if not hookimpls(plugin):
+            raise ConfigError(f"{name} of {package} implements no hook, so it does nothing; mark its methods @treadle.hookimpl")
         try:
             self._pluggy.register(plugin, name)
         except Exception as error:  # pluggy's own errors, and whatever reading a plugin raises

@@ -55,7 +55,7 @@ def test_a_configured_plugin_without_hooks_is_refused(offered: Any, build: Any) 
     class Idle:
         """Does nothing."""
 
-    with pytest.raises(ConfigError, match=r"plugin\.idle of test 1\.0 implements no hook, so it would do nothing"):
+    with pytest.raises(ConfigError, match=r"plugin\.idle of test 1\.0 implements no hook, so it does nothing"):
         build(registry=offered(plugin_idle=Idle), values={"plugins": ["idle"]})
 
 

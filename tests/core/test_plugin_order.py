@@ -9,7 +9,9 @@ import pytest
 
 from treadle import Accept, Admission, Engine, Open, SamplingParams, StrategySettings, hookimpl
 from treadle.errors import ConfigError
+from treadle.plugin_manager import PluginManager
 from treadle.registry import CommandRegistrar, Offer, Registry
+from treadle.settings import load
 from treadle.testing import drain_checked
 
 
@@ -84,6 +86,28 @@ def test_a_strategy_of_a_stranger_is_asked_before_built_ins_of_later_slots(build
     assert _order(engine, "admit") == ["order.mine", "admit.continuous"]
     assert _order(engine, "allocate") == ["order.mine (wrapper)", "allocate.paged"]
     assert _order(engine, "order") == ["order.mine"]
+
+
+@pytest.mark.parametrize("attention", ["auto", "numba", "torch"])
+def test_a_codec_is_asked_for_its_attention_before_built_ins_that_raise(attention: str, offered: Any) -> None:
+    class Codec:
+        @hookimpl
+        def quantize(self) -> None:
+            pass
+
+        @hookimpl
+        def attention(self) -> None:
+            pass
+
+    class Fallback:
+        @hookimpl(trylast=True)
+        def attention(self) -> None:
+            pass
+
+    chosen = {"quantize": "mine", "attention": attention, "execute": "torch", "plugins": ["fallback"]}
+    known = offered(quantize_mine=Codec, plugin_fallback=Fallback)
+    asked = dict(PluginManager(load(environment=False, registry=known, values=chosen)).callers())["attention"]
+    assert asked == ["quantize.mine", "plugin.fallback", f"attention.{attention}"]
 
 
 def test_a_built_in_tryfirst_is_first_among_built_ins_only(build: Any, offered: Any) -> None:
