@@ -49,6 +49,13 @@ class HookFacts:
     """Its specification, with signature and docstring."""
 
 
+class _Pluggy(pluggy.PluginManager):
+    """Looks at what is marked, and at nothing else: some releases read every property of a plugin."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        return super().parse_hookimpl_opts(plugin, name) if is_hookimpl(plugin, name) else None
+
+
 class PluginManager:
     """Builds the pluggy manager from resolved settings, and explains it.
 
@@ -61,7 +68,7 @@ class PluginManager:
         self.ledger = Ledger()
         self.registered: list[Registered] = []
         self._faces: dict[str, Face] = {}
-        self._pluggy = pluggy.PluginManager("treadle")
+        self._pluggy = _Pluggy("treadle")
         self._pluggy.add_hookspecs(Hooks)
         self._add_hookspecs_of_strategies()
         for slot in SLOTS:

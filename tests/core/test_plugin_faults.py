@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Generator, Iterator
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import pluggy
@@ -140,11 +140,16 @@ class MarkAboveStatic(Good):
         pass
 
 
-class MarkedPartial(Good):
-    admit = hookimpl(partial(lambda request: None))
+class Passing:
+    def __call__(self, request: Request) -> None:
+        pass
 
 
-@pytest.mark.parametrize("make", [MarkAboveStatic, MarkedPartial])
+class MarkedObject(Good):
+    admit = hookimpl(Passing())
+
+
+@pytest.mark.parametrize("make", [MarkAboveStatic, MarkedObject])
 def test_a_mark_that_is_not_on_a_function_is_refused(make: Any, registry: Registry) -> None:
     assert "'admit' is marked @treadle.hookimpl, but is no plain function" in refused(make(), registry)
 
