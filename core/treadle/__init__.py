@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from treadle.handles import Completion, Handle
     from treadle.hookspecs import hookimpl
     from treadle.plan import FinishReason
+    from treadle.plugin import Plugin, Trait
     from treadle.request import Phase, Request, RequestOptions, StashKey
     from treadle.sampling_params import SamplingParams
     from treadle.settings import BlockSettings, Settings, StrategySettings, load
@@ -46,6 +47,7 @@ _HOMES = {
     "treadle.handles": ("Completion", "Handle"),
     "treadle.hookspecs": ("hookimpl",),
     "treadle.plan": ("FinishReason",),
+    "treadle.plugin": ("Plugin", "Trait"),
     "treadle.request": ("Phase", "Request", "RequestOptions", "StashKey"),
     "treadle.sampling_params": ("SamplingParams",),
     "treadle.settings": ("BlockSettings", "Settings", "StrategySettings", "load"),
@@ -55,10 +57,9 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Accept", "Admission", "BlockSettings", "Budget", "Completion", "Engine", "EngineInfo", "Executor", "FinishReason", "Handle",
-    "KVFormat", "Load", "Match", "ModelInfo", "NotBefore", "Open", "Phase", "Preemption", "PreemptionMode", "Refuse", "Request",
-    "RequestOptions", "SamplingParams", "Settings", "StashKey", "Step", "StepReport", "StrategySettings", "SyncExecutor",
-    "TreadleError", "Trim",
-    "hookimpl", "load",
+    "KVFormat", "Load", "Match", "ModelInfo", "NotBefore", "Open", "Phase", "Plugin", "Preemption", "PreemptionMode", "Refuse",
+    "Request", "RequestOptions", "SamplingParams", "Settings", "StashKey", "Step", "StepReport", "StrategySettings",
+    "SyncExecutor", "Trait", "TreadleError", "Trim", "hookimpl", "load",
 ]  # fmt: skip
 
 

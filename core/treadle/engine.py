@@ -21,12 +21,13 @@ from treadle.inbox import Inbox, Prompt
 from treadle.kv_cache import KVCache, SwapSpace
 from treadle.loop import Loop
 from treadle.plan import FinishReason, Outcome, StepPlan
-from treadle.plugin_manager import REUSE_TRAIT, PluginManager
+from treadle.plugin import Trait
+from treadle.plugin_manager import PluginManager
 from treadle.queues import Queues
 from treadle.request import LiveRequest, RequestOptions
 from treadle.rules import Rules
 from treadle.sampling_params import SamplingParams
-from treadle.scheduler import PRIORITY_TRAIT, Scheduler
+from treadle.scheduler import Scheduler
 from treadle.settings import BlockSettings, Settings, load
 from treadle.step import Step
 from treadle.text import Tokenizer
@@ -89,7 +90,7 @@ class Engine:
             pool,
             swap_space,
             self._hook,
-            index_blocks=self.manager.has_trait(REUSE_TRAIT),
+            index_blocks=self.manager.has_trait(Trait.PREFIX_REUSE),
             max_pinned=self.settings.root.pool.max_pinned,
         )
         self.queues = Queues(self.kv_cache, self._hook)
@@ -100,11 +101,10 @@ class Engine:
             self._hook,
             vocab_size=model.vocab_size,
             drafts=self.manager.implements("propose"),
-            urgent_preempt=self.manager.has_trait(PRIORITY_TRAIT),
+            urgent_preempt=self.manager.has_trait(Trait.URGENT_REQUESTS_PREEMPT),
         )
         self._isolation = Isolation(self.kv_cache, self.queues)
-        claims = getattr(self.manager, "extras", {})
-        seed = self.settings.root.seed
+        seed, claims = self.settings.root.seed, self.manager.extras
         self._inbox = Inbox(self.info, self.queues, self._rules, self.tokenizer, seed=seed, claims=claims)
         self._loop = Loop(self.step, self.clock, self._give_up)
         self._hook.engine_started(engine=self.info)
@@ -124,7 +124,7 @@ class Engine:
     def _check_format(self, kv_format: KVFormat) -> None:
         if not kv_format.history_dependent:
             return
-        for trait in (REUSE_TRAIT, "chunked_prefill", "recompute"):
+        for trait in (Trait.PREFIX_REUSE, Trait.CHUNKED_PREFILL, Trait.RECOMPUTE):
             if self.manager.has_trait(trait):
                 raise ConfigError(
                     f"KV format {kv_format.name!r} depends on the history of writes and does not go together with {trait}; "

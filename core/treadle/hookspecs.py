@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 hookspec = pluggy.HookspecMarker("treadle")
 hookimpl = pluggy.HookimplMarker("treadle")
 
-HOOK_VERSION = 1
+HOOK_VERSION = 2
 """Raised when a hook changes in a way that old plugins do not survive; a plugin may state the version it was written for."""
 
 

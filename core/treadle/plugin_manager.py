@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from types import FunctionType
+from typing import cast
 
 import pluggy
 
-from treadle.errors import ConfigError, PluginContractError, PluginError, TreadleError, nearest
+from treadle.errors import ConfigError
+from treadle.guards import Ledger, guard
+from treadle.hook_changes import since
+from treadle.hook_impls import check_hookimpls, hookimpls, is_hookimpl
 from treadle.hookspecs import HOOK_VERSION, Hooks
-from treadle.logs import get_logger
+from treadle.plugin import Checker, Face, Trait, claim_extras, name_of, read_face
 from treadle.settings import Choice, Settings
 
-log = get_logger(__name__)
-REUSE_TRAIT = "prefix_reuse"
-MARK = "treadle_impl"
-"""The attribute that `hookimpl` sets on a function."""
-
-
-class Ledger:
-    """Who answered which decision last, and which tells went wrong."""
-
-    def __init__(self) -> None:
-        self._names: dict[str, str] = {}
-        self._answers: dict[str, int] = {}
-        self.failures: list[PluginError] = []
-        """Errors that plugins raised when they were told something; all others were told nonetheless."""
-
-    def record(self, hook: str, plugin: str, answer: object) -> None:
-        self._names[hook] = plugin
-        # not the answer itself, which may be a model, and would never be given back
-        self._answers[hook] = id(answer)
-
-    def has(self, hook: str, answer: object) -> bool:
-        """Whether this is the answer that was recorded last."""
-        return self._answers.get(hook) == id(answer)
-
-    def note(self, plugin: str, hook: str, error: Exception) -> None:
-        """A plugin raised when it was told something."""
-        failure = error if isinstance(error, PluginError) else PluginError(plugin, hook, f"{type(error).__name__}: {error}")
-        if failure is not error:
-            failure.__cause__ = error
-        self.failures.append(failure)
-        log.error("plugin_failed", plugin=plugin, hook=hook, error=str(error))
-
-    def author(self, hook: str) -> str:
-        """The plugin whose answer stood last, or who was asked last when nobody answered."""
-        return self._names.get(hook, "core")
+CORE = "core"
+OWN_PACKAGE = "treadle"
 
 
 @dataclass(frozen=True)
@@ -63,28 +34,54 @@ class Registered:
     """Why it is not asked anything, when that is so."""
 
 
+@dataclass(frozen=True)
+class HookFacts:
+    """A hook, for people."""
+
+    name: str
+    kind: str
+    """`decide`, `tell` or `register`."""
+    owner: str
+    """`core`, or the plugin that brings and calls it."""
+    function: FunctionType
+    """Its specification, with signature and docstring."""
+
+
+class _Pluggy(pluggy.PluginManager):
+    """Looks at what is marked, and at nothing else: some releases read every property of a plugin."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        return super().parse_hookimpl_opts(plugin, name) if is_hookimpl(plugin, name) else None
+
+
 class PluginManager:
     """Builds the pluggy manager from resolved settings, and explains it.
 
-    Plugins are registered in the order of the slots, then those of `plugins`, then `extra` objects; pluggy asks the last first,
-    so that a user's plugins stand in front of the built-in strategies.
+    Plugins are registered in the order of the slots, then those of `plugins`, then `extra` objects. pluggy calls the last first:
+    that is the order in which they are told. Asked are strangers before what Treadle itself brings, whatever slot each fills.
     """
 
     def __init__(self, settings: Settings, extra: Iterable[object] = ()) -> None:
         self.settings = settings
         self.ledger = Ledger()
         self.registered: list[Registered] = []
-        self._pluggy = pluggy.PluginManager("treadle")
+        self._faces: dict[str, Face] = {}
+        self._pluggy = _Pluggy("treadle")
         self._pluggy.add_hookspecs(Hooks)
         self._add_hookspecs_of_strategies()
         for slot in settings.slots:
             self._register_choice(settings.choices[slot.name])
         for choice in settings.plugins:
             self._register_choice(choice)
-        for plugin in extra:
-            self._register(_name_of(plugin), "added by the program", plugin, None)
-        self._guard_all()
+        for plugin in _objects(extra):
+            name, package = name_of(plugin), "added by the program"
+            self._register(name, package, self._checked(plugin, name, package), None)
+        self._ask_strangers_first()
+        for caller in self._hooks().values():
+            guard(caller, self.ledger)
         self._check_traits()
+        self.extras: Mapping[str, tuple[str, Checker]] = claim_extras(self._faces)
+        """For each namespace of `SamplingParams.extra` that is claimed: the plugin, and what checks a value."""
 
     @property
     def hook(self) -> Hooks:
@@ -96,7 +93,8 @@ class PluginManager:
         return bool(getattr(self._pluggy.hook, hook).get_hookimpls())
 
     def has_trait(self, trait: str) -> bool:
-        return any(trait in _traits(item.plugin) for item in self.registered if item.unused is None)
+        """Whether any plugin has it."""
+        return any(trait in face.traits for face in self._faces.values())
 
     def author(self, hook: str) -> str:
         """Who is answerable for the last answer, for errors."""
@@ -117,145 +115,113 @@ class PluginManager:
             why = f"the executor {self.settings.choices['execute'].offer.label} has no hook {' or '.join(slot.hooks)}"
             self.registered.append(Registered(label, choice.offer.package, choice.factory, choice, why))
             return
-        plugin = choice.make()
-        if slot is not None and not any(_is_hookimpl(plugin, hook) for hook in slot.hooks):
+        plugin = self._checked(choice.make(), label, choice.offer.package)
+        if slot is not None and not any(is_hookimpl(plugin, hook) for hook in slot.hooks):
             raise ConfigError(
                 f"{label} of {choice.offer.package} (from {choice.origin}) implements no hook of its slot: "
                 + ", ".join(slot.hooks)
             )
         self._register(label, choice.offer.package, plugin, choice)
 
-    def _register(self, name: str, package: str, plugin: object, choice: Choice | None) -> None:
-        version = getattr(plugin, "treadle_hooks", HOOK_VERSION)
-        if version != HOOK_VERSION:
-            raise ConfigError(
-                f"{name} of {package} was written for hook version {version}, this is {HOOK_VERSION}; install a release that fits"
-            )
-        known = [n for n in vars(self._pluggy.hook) if not n.startswith("_")]
-        for attribute in _hookimpls(plugin):
-            if attribute not in known and not getattr(getattr(plugin, attribute), MARK).get("optionalhook"):
-                raise ConfigError(f"{name} of {package} implements unknown hook {attribute!r}; {nearest(attribute, known)}")
+    def _checked(self, plugin: object, name: str, package: str) -> object:
+        """The plugin, of which all is right that can be known before it is asked. Raises ConfigError."""
+        label = f"{name} of {package}" if package else name
+        if inspect.isclass(plugin):
+            raise ConfigError(f"{label} is a class, not a plugin; hand over an object of it: {plugin.__name__}()")
+        implied = [Trait.PREFIX_REUSE] if is_hookimpl(plugin, "match_prefix") else []
+        face = read_face(plugin, label, implied=implied)
+        if face.version not in (None, HOOK_VERSION):
+            raise ConfigError(_of_another_version(label, face.version, plugin))
+        check_hookimpls(plugin, label, self._hooks())
         if self._pluggy.has_plugin(name):
             raise ConfigError(f"two plugins are called {name!r} (the second is from {package}); give one another name")
+        self._faces[name] = face
+        return plugin
+
+    def _register(self, name: str, package: str, plugin: object, choice: Choice | None) -> None:
+        if not hookimpls(plugin):
+            raise ConfigError(f"{name} of {package} implements no hook, so it does nothing; mark its methods @treadle.hookimpl")
         try:
             self._pluggy.register(plugin, name)
-        except (pluggy.PluginValidationError, ValueError) as error:
+        except Exception as error:  # pluggy's own errors, and whatever reading a plugin raises
             raise ConfigError(f"{name} of {package} cannot be registered: {' '.join(str(error).split())}") from error
         self.registered.append(Registered(name, package, plugin, choice))
 
-    def _guard_all(self) -> None:
-        for hook in self._hook_callers():
-            firstresult = bool(hook.spec and hook.spec.opts["firstresult"])
-            for impl in hook.get_hookimpls():
-                decides = (_guard_decision, _guard_wrapper)
-                guard = (decides if firstresult else (_guard_tell, _guard_tell_wrapper))[impl.wrapper]
-                # pluggy has no public place to put code around one implementation
-                impl.function = guard(impl.function, hook.name, impl.plugin_name, self.ledger)  # type: ignore[misc]
+    def _ask_strangers_first(self) -> None:
+        """Put strangers' answers before those of built-in strategies, which answer for everybody, or raise where they cannot.
 
-    def _hook_callers(self) -> list[pluggy.HookCaller]:
-        return [caller for name, caller in vars(self._pluggy.hook).items() if not name.startswith("_")]
+        Asked first to last: tryfirst and plain ones of strangers, then the built-in ones, then those that want to be last,
+        strangers' before built-in ones. Plugins of one kind keep their order.
+        """
+        own = {item.name for item in self.registered if item.package.partition(" ")[0] == OWN_PACKAGE}
+        for hook in self._hooks().values():
+            if hook.spec and hook.spec.opts["firstresult"]:
+                # pluggy has no public place to order implementations of one hook; it calls the last first
+                hook._hookimpls.sort(key=lambda impl: _rank(impl, impl.plugin_name in own))
+
+    def _hooks(self) -> dict[str, pluggy.HookCaller]:
+        return {name: caller for name, caller in vars(self._pluggy.hook).items() if not name.startswith("_")}
 
     def _check_traits(self) -> None:
-        for item in self.registered:
-            for trait, reason in getattr(item.plugin, "refuses", {}).items():
-                for other in self.registered:
-                    if other.unused is None and item.unused is None and trait in _traits(other.plugin):
-                        origin = other.choice.origin if other.choice else other.package
-                        raise ConfigError(f"{item.name} does not go together with {other.name} (from {origin}): {reason}")
+        named = {item.name: item for item in self.registered}
+        for name, face in self._faces.items():
+            for trait, reason in face.refuses.items():
+                for other in (named[other] for other, its in self._faces.items() if trait in its.traits):
+                    origin = other.choice.origin if other.choice else other.package
+                    raise ConfigError(f"{name} does not go together with {other.name} (from {origin}): {reason}")
 
     # --- explaining -----------------------------------------------------------------------------------------------------------
+
+    def hooks(self) -> list[HookFacts]:
+        """Every hook of the stack: the core's, then those that plugins bring; each in the order in which it is written."""
+        facts = [self._facts(hook) for hook in self._hooks().values() if hook.spec]
+        return sorted(facts, key=lambda hook: (hook.owner != CORE, hook.owner, hook.function.__code__.co_firstlineno))
+
+    def _facts(self, hook: pluggy.HookCaller) -> HookFacts:
+        assert hook.spec is not None
+        function, namespace = hook.spec.function, hook.spec.namespace
+        assert inspect.isfunction(function), f"{hook.name} is specified by a {type(function).__name__}"
+        kind = "decide" if hook.spec.opts["firstresult"] else "register" if hook.name.startswith("register_") else "tell"
+        choices = (*self.settings.choices.values(), *self.settings.plugins)
+        brought = (choice.offer.label for choice in choices if getattr(choice.factory, "hookspecs", None) is namespace)
+        return HookFacts(hook.name, kind, next(brought, CORE), function)
 
     def callers(self) -> list[tuple[str, list[str]]]:
         """For each hook that is implemented, the plugins in the order in which they are called."""
         rows = []
-        for hook in self._hook_callers():
+        for hook in self._hooks().values():
             names = [impl.plugin_name + (" (wrapper)" if impl.wrapper else "") for impl in reversed(hook.get_hookimpls())]
             if names:
                 rows.append((hook.name, names))
         return rows
 
 
-def _name_of(plugin: object) -> str:
-    name = getattr(plugin, "name", None)
-    return name if isinstance(name, str) else type(plugin).__qualname__
+def _objects(extra: object) -> Iterable[object]:
+    """The plugins that a program hands over. Raises ConfigError for what is none at a glance."""
+    if isinstance(extra, str) or not isinstance(extra, Iterable):
+        raise ConfigError(f"plugins={extra!r} is not a list of plugins; write plugins=[...]")
+    for plugin in extra:
+        if plugin is None or isinstance(plugin, (str, bytes, int, float, Mapping)):
+            raise ConfigError(
+                f"{plugin!r} among the plugins is a {type(plugin).__name__}, not an object with hooks; name what is installed, "
+                'or module:Class, in the configuration: plugins = ["..."]'
+            )
+        yield plugin
 
 
-def _traits(plugin: object) -> Sequence[str]:
-    """What a plugin says of itself that others may refuse to work with. Matching prefixes means reuse, unless it is denied."""
-    default = (REUSE_TRAIT,) if _is_hookimpl(plugin, "match_prefix") else ()
-    traits: Sequence[str] = getattr(plugin, "traits", default)
-    return traits
+def _of_another_version(label: str, version: int | None, plugin: object) -> str:
+    was = f"{label} was written for hook version {version}, this is {HOOK_VERSION}"
+    if version is None or version > HOOK_VERSION:
+        return f"{was}; install a newer treadle, or a release of it for this one"
+    changes = since(version, hookimpls(plugin))
+    if not changes:
+        return (
+            f"{was}. No hook that it implements has changed: install a release that fits, or state treadle_hooks = {HOOK_VERSION}"
+        )
+    lines = "".join(f"\n- {change.do}" for change in changes)
+    return f"{was}; install a release that fits, or change it and state treadle_hooks = {HOOK_VERSION}:{lines}"
 
 
-def _is_hookimpl(plugin: object, attribute: str) -> bool:
-    return getattr(inspect.getattr_static(plugin, attribute, None), MARK, None) is not None
-
-
-def _hookimpls(plugin: object) -> list[str]:
-    return [name for name in dir(plugin) if _is_hookimpl(plugin, name)]
-
-
-def _raise_named(error: Exception, plugin: str, hook: str) -> NoReturn:
-    """Raise the error as the plugin's. What start-up hooks say to the user, such as that a model is missing, stays as it is."""
-    asked_in_a_step = hasattr(Hooks, hook) and hook not in ("execute", "quantize")
-    if isinstance(error, PluginError) or (isinstance(error, TreadleError) and not asked_in_a_step):
-        raise error
-    raise PluginError(plugin, hook, f"{type(error).__name__}: {error}") from error
-
-
-def _guard_decision(function: Callable[..., Any], hook: str, plugin: str, ledger: Ledger) -> Callable[..., Any]:
-    def guarded(*arguments: Any) -> Any:
-        try:
-            answer = function(*arguments)
-        except Exception as error:  # whatever a plugin raises is named as the plugin's
-            _raise_named(error, plugin, hook)
-        # None too: when nobody answers, the last one asked is answerable
-        ledger.record(hook, plugin, answer)
-        return answer
-
-    return guarded
-
-
-def _guard_wrapper(function: Callable[..., Any], hook: str, plugin: str, ledger: Ledger) -> Callable[..., Any]:
-    def guarded(*arguments: Any) -> Generator[None, Any, Any]:
-        try:
-            answer = yield from function(*arguments)
-        except Exception as error:  # as above
-            _raise_named(error, plugin, hook)
-        if not ledger.has(hook, answer):
-            ledger.record(hook, plugin, answer)
-        return answer
-
-    return guarded
-
-
-def _guard_tell(function: Callable[..., Any], hook: str, plugin: str, ledger: Ledger) -> Callable[..., None]:
-    def guarded(*arguments: Any) -> None:
-        try:
-            answer = function(*arguments)
-            if answer is not None:
-                raise PluginContractError(plugin, hook, "returns nothing", answer)
-        except Exception as error:  # the others must hear of it too; the engine looks at the ledger afterwards
-            ledger.note(plugin, hook, error)
-
-    return guarded
-
-
-def _guard_tell_wrapper(function: Callable[..., Any], hook: str, plugin: str, ledger: Ledger) -> Callable[..., Any]:
-    def guarded(*arguments: Any) -> Generator[None, Any, Any]:
-        wrapper = function(*arguments)
-        try:
-            next(wrapper)
-        except Exception as error:  # as above
-            ledger.note(plugin, hook, error)
-            return (yield)
-        answers = yield
-        try:
-            wrapper.send(answers)
-        except StopIteration:
-            pass
-        except Exception as error:  # as above
-            ledger.note(plugin, hook, error)
-        return answers
-
-    return guarded
+def _rank(impl: pluggy.HookImpl, is_own: bool) -> tuple[bool, bool, bool, bool]:
+    """Where it stands among a hook's implementations, the last to be asked first. Wrappers stand around all others."""
+    return impl.wrapper, not impl.trylast, not is_own, impl.tryfirst

@@ -30,6 +30,7 @@ from treadle.contracts import (
 )
 from treadle.errors import ExecutionError, PluginContractError, PluginError, TreadleError
 from treadle.plan import FinishReason, Outcome, StepPlan, Work
+from treadle.plugin import missing_members
 from treadle.plugin_manager import PluginManager
 from treadle.request import LiveRequest, Request
 from treadle.step import Step
@@ -64,10 +65,10 @@ class Rules:
     # --- start-up -------------------------------------------------------------------------------------------------------------
 
     def execute(self) -> Executor:
-        answer = self._hook.execute(settings=self._manager.settings, hooks=self._hook)
-        if not isinstance(answer, Executor):
-            self._breach("execute", "answers an Executor", answer)
-        return answer
+        answer: Any = self._hook.execute(settings=self._manager.settings, hooks=self._hook)
+        self._check_members("execute", "answers an Executor", Executor, answer)
+        executor: Executor = answer
+        return executor
 
     def open_pool(self, executor: Executor, spec: PoolSpec) -> PoolSize:
         try:
@@ -164,16 +165,14 @@ class Rules:
     # --- tokens ---------------------------------------------------------------------------------------------------------------
 
     def budget(self, step: Step) -> Budget:
-        answer: object = self._hook.budget(step=step)
+        answer: Any = self._hook.budget(step=step)
         if answer is None:
             return Unlimited()
-        try:
-            sound = isinstance(answer, Budget) and isinstance(answer.may_shrink, bool)
-        except Exception as error:  # a property of the plugin's may raise anything
-            self._blame("budget", error)
-        if not (sound and isinstance(answer, Budget)):
+        self._check_members("budget", "answers a Budget or None", Budget, answer)
+        if not isinstance(answer.may_shrink, bool):
             self._breach("budget", "answers a Budget or None", answer)
-        return answer
+        budget: Budget = answer
+        return budget
 
     def take(self, budget: Budget, request: Request, wanted: int) -> int:
         try:
@@ -314,6 +313,15 @@ class Rules:
         return PluginContractError(self._manager.author("execute"), "execute", rule, got)
 
     # --- shapes ---------------------------------------------------------------------------------------------------------------
+
+    def _check_members(self, hook: str, rule: str, protocol: type, answer: object) -> None:
+        """That the answer has what the protocol names; one that passes on by `__getattr__` counts."""
+        try:
+            missing = missing_members(protocol, answer)
+        except Exception as error:  # a property of the plugin's may raise anything
+            self._blame(hook, error)
+        if missing:
+            self._breach(hook, rule, f"{answer!r}, which lacks {', '.join(missing)}")
 
     def _ids(self, hook: str, answer: Any, rule: str) -> tuple[int, ...]:
         if not isinstance(answer, Iterable):

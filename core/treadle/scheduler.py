@@ -30,8 +30,6 @@ from treadle.rules import Rules, Unlimited
 from treadle.step import Step
 
 log = get_logger(__name__)
-PRIORITY_TRAIT = "urgent_requests_preempt"
-"""An order strategy has this trait when waiting requests may preempt running ones of lower priority."""
 
 
 class Scheduler:

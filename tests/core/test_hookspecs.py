@@ -20,8 +20,8 @@ import treadle.request
 import treadle.settings
 import treadle.step
 from treadle.errors import ConfigError
+from treadle.hook_impls import MARK
 from treadle.hookspecs import Hooks
-from treadle.plugin_manager import MARK
 from treadle.registry import SLOTS, Registry
 
 HOOKS: dict[str, Callable[..., Any]] = {

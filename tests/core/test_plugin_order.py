@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from treadle import Accept, Engine, Open, SamplingParams, StrategySettings, hookimpl
+from treadle.plugin_manager import PluginManager
 from treadle.registry import Offer, Registry
+from treadle.settings import load
 from treadle.testing import drain_checked
 
 
@@ -58,6 +62,97 @@ def test_wrappers_tryfirst_and_trylast_are_placed_as_pluggy_says(build: Any) -> 
         _gate("last", trylast=True)(), _gate("around", wrapper=True)(), _gate("first", tryfirst=True)(), _gate("plain")()
     )
     assert _order(engine, "gate") == ["around (wrapper)", "first", "plain", "admit.continuous", "last"]
+
+
+def test_a_strategy_of_a_stranger_is_asked_before_built_ins_of_later_slots(build: Any, offered: Any) -> None:
+    """As `quantize` and `attention`: whatever slot it fills."""
+
+    class Ordering:
+        @hookimpl
+        def order(self) -> None:
+            pass
+
+        @hookimpl
+        def admit(self) -> None:
+            pass
+
+        @hookimpl(wrapper=True)
+        def allocate(self) -> Any:
+            return (yield)
+
+    engine = build(registry=offered(order_mine=Ordering), order="mine")
+    assert _order(engine, "admit") == ["order.mine", "admit.continuous"]
+    assert _order(engine, "allocate") == ["order.mine (wrapper)", "allocate.paged"]
+    assert _order(engine, "order") == ["order.mine"]
+
+
+@pytest.mark.parametrize("attention", ["auto", "numba", "torch"])
+def test_a_codec_is_asked_for_its_attention_before_built_ins_that_raise(attention: str, offered: Any) -> None:
+    class Codec:
+        @hookimpl
+        def quantize(self) -> None:
+            pass
+
+        @hookimpl
+        def attention(self) -> None:
+            pass
+
+    class Fallback:
+        @hookimpl(trylast=True)
+        def attention(self) -> None:
+            pass
+
+    chosen = {"quantize": "mine", "attention": attention, "execute": "torch", "plugins": ["fallback"]}
+    known = offered(quantize_mine=Codec, plugin_fallback=Fallback)
+    asked = dict(PluginManager(load(environment=False, registry=known, values=chosen)).callers())["attention"]
+    assert asked == ["quantize.mine", "plugin.fallback", f"attention.{attention}"]
+
+
+def test_a_built_in_tryfirst_is_first_among_built_ins_only(build: Any, offered: Any) -> None:
+    class Accepting:
+        @hookimpl
+        def accept(self) -> None:
+            pass
+
+        @hookimpl
+        def admit(self) -> None:
+            pass
+
+    engine = build(registry=offered(accept_mine=Accepting), values={"accept": "mine", "order": "deadline"})
+    assert _order(engine, "admit") == ["accept.mine", "order.deadline", "admit.continuous"]
+
+
+def test_who_wants_to_be_last_is_asked_behind_the_built_ins(build: Any, offered: Any) -> None:
+    known = offered(accept_mine=_accepting(trylast=True), plugin_a=_accepting(tryfirst=True), plugin_b=_accepting())
+    engine = build(registry=known, values={"accept": "mine", "plugins": ["a", "b"], "order": "deadline"})
+    assert _order(engine, "admit") == ["plugin.a", "plugin.b", "order.deadline", "admit.continuous", "accept.mine"]
+
+
+def _accepting(**options: Any) -> type:
+    class Accepting:
+        @hookimpl
+        def accept(self) -> None:
+            pass
+
+        @hookimpl(**options)
+        def admit(self) -> None:
+            pass
+
+    return Accepting
+
+
+def test_strangers_are_told_in_their_slots_place(build: Any, offered: Any) -> None:
+    class Evicting:
+        @hookimpl
+        def evict(self) -> None:
+            pass
+
+        @hookimpl
+        def blocks_evicted(self) -> None:
+            pass
+
+    order = _order(build(registry=offered(evict_mine=Evicting), evict="mine"), "blocks_evicted")
+    assert order.index("prefix.hash_chain") < order.index("evict.mine")
 
 
 def test_block_keepers_are_told_before_those_who_decide_by_them(build: Any) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
-from treadle import BlockSettings, EngineInfo, Request, Step, hookimpl
+from treadle import BlockSettings, EngineInfo, Request, Step, Trait, hookimpl
 from treadle_plugins.allocate.extents import Extents
 
 
@@ -21,8 +21,8 @@ class Contiguous:
     """One run of neighbours for each request, large enough for its longest answer."""
 
     Settings = ContiguousSettings
-    refuses: Mapping[str, str] = MappingProxyType(
-        {"prefix_reuse": "shared blocks are scattered, and contiguous allocation wants one run; set prefix.strategy to 'none'"}
+    refuses: Mapping[Trait, str] = MappingProxyType(
+        {Trait.PREFIX_REUSE: "shared blocks are scattered, contiguous allocation wants one run; set prefix.strategy to 'none'"}
     )
 
     def __init__(self, settings: ContiguousSettings) -> None:

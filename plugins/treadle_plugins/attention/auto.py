@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class AutoAttentionStrategy:
     """The first built-in backend that can; a stranger's `attention` rule is asked before."""
 
-    @hookimpl
+    @hookimpl(trylast=True)  # it raises where it cannot serve, so nobody who could may stand behind it
     def attention(self, spec: AttentionSpec) -> AttentionBackend:
         """The choice. Raises ConfigError, with each backend's reason, when none can serve."""
         from treadle_plugins.attention.numba_backend.backend import NumbaAttention

@@ -26,7 +26,7 @@ class NumbaAttentionStrategy:
     def __init__(self, settings: NumbaAttentionSettings) -> None:
         self._settings = settings
 
-    @hookimpl
+    @hookimpl(trylast=True)  # it raises where it cannot serve, so nobody who could may stand behind it
     def attention(self, spec: AttentionSpec) -> AttentionBackend:
         """The numba backend. Raises ConfigError, with the reason, where it cannot serve."""
         from treadle_plugins.attention.numba_backend.backend import NumbaAttention

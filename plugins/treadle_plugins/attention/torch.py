@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class TorchAttentionStrategy:
     """Torch's own scaled dot product, one sequence at a time."""
 
-    @hookimpl
+    @hookimpl(trylast=True)  # it raises where it cannot serve, so nobody who could may stand behind it
     def attention(self, spec: AttentionSpec) -> AttentionBackend:
         """The torch backend. Raises ConfigError, with the reason, where it cannot serve."""
         from treadle_plugins.attention.spec import choose

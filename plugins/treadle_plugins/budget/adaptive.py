@@ -10,7 +10,7 @@ from collections.abc import Generator
 
 from pydantic import Field
 
-from treadle import NotBefore, Open, Step, StepReport, StrategySettings, hookimpl
+from treadle import NotBefore, Open, Step, StepReport, StrategySettings, Trait, hookimpl
 from treadle_plugins.budget.decode_first import StepBudget
 
 
@@ -35,7 +35,7 @@ class Adaptive:
     """First the prefill share gives way, then the batch limit; they recover in the reverse order."""
 
     Settings = AdaptiveSettings
-    traits = ("chunked_prefill",)
+    traits = (Trait.CHUNKED_PREFILL,)
 
     def __init__(self, settings: AdaptiveSettings) -> None:
         self._settings = settings

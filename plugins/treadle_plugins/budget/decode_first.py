@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from treadle import Request, Step, StrategySettings, hookimpl
+from treadle import Request, Step, StrategySettings, Trait, hookimpl
 
 
 class DecodeFirstSettings(StrategySettings):
@@ -25,7 +25,7 @@ class DecodeFirst:
     """Reserve a token for each request in decode, share the rest out among prefills in turn."""
 
     Settings = DecodeFirstSettings
-    traits = ("chunked_prefill",)
+    traits = (Trait.CHUNKED_PREFILL,)
 
     def __init__(self, settings: DecodeFirstSettings) -> None:
         self._settings = settings

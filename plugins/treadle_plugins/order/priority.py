@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pydantic import Field
 
-from treadle import Preemption, Request, Step, StrategySettings, hookimpl
+from treadle import Preemption, Request, Step, StrategySettings, Trait, hookimpl
 from treadle_plugins.order.waiting_queue import KeyedOrder
 
 
@@ -29,7 +29,7 @@ class Priority(KeyedOrder):
     def __init__(self, settings: PrioritySettings) -> None:
         super().__init__()
         self._level_s = settings.level_s
-        self.traits = ("urgent_requests_preempt",) if settings.preempt else ()
+        self.traits = (Trait.URGENT_REQUESTS_PREEMPT,) if settings.preempt else ()
 
     @hookimpl(wrapper=True)
     def preempt(self, step: Step, request: Request) -> Generator[None, Preemption | None, Preemption | None]:

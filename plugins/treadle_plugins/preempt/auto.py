@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from treadle import EngineInfo, Preemption, PreemptionMode, Request, Step, StepReport, hookimpl
+from treadle import EngineInfo, Preemption, PreemptionMode, Request, Step, StepReport, Trait, hookimpl
 from treadle_plugins.preempt.victims import VictimSettings, choose_victim, own_blocks
 
 
@@ -23,7 +23,7 @@ class Auto:
     """Compare copying a victim's own blocks out and in with computing its tokens again."""
 
     Settings = AutoSettings
-    traits = ("recompute",)
+    traits = (Trait.RECOMPUTE,)
 
     def __init__(self, settings: AutoSettings) -> None:
         self._settings = settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treadle import Preemption, Request, Step, hookimpl
+from treadle import Preemption, Request, Step, Trait, hookimpl
 from treadle_plugins.preempt.victims import VictimSettings, choose_victim
 
 
@@ -10,7 +10,7 @@ class Recompute:
     """Full blocks of a victim stay cached until they are evicted, so that often little is computed twice."""
 
     Settings = VictimSettings
-    traits = ("recompute",)
+    traits = (Trait.RECOMPUTE,)
 
     def __init__(self, settings: VictimSettings) -> None:
         self._settings = settings

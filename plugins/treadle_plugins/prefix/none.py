@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from treadle import hookimpl
+from treadle import Trait, hookimpl
 
 
 class NoPrefix:
     """Every request computes all of its tokens, and blocks are not indexed."""
 
-    traits: tuple[str, ...] = ()
+    traits: tuple[Trait, ...] = ()
 
     @hookimpl
     def match_prefix(self) -> tuple[int, ...]:

@@ -45,6 +45,7 @@ class RoundRobin:
     """The earliest turn first."""
 
     Settings = RoundRobinSettings
+    treadle_hooks = 2
 
     def __init__(self, settings: RoundRobinSettings) -> None:
         self._settings = settings

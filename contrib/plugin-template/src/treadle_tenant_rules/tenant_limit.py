@@ -27,6 +27,7 @@ class TenantLimit:
     """Skip requests of tenants that are at their limit."""
 
     Settings = TenantLimitSettings
+    treadle_hooks = 2
 
     def __init__(self, settings: TenantLimitSettings) -> None:
         self._settings = settings

@@ -9,6 +9,7 @@ import pytest
 
 from treadle.engine import Engine
 from treadle.handles import Handle
+from treadle.plugin import Trait
 from treadle.registry import Offer, Registry
 from treadle.sampling_params import SamplingParams
 from treadle.testing.fake_executor import FakeExecutor
@@ -45,7 +46,7 @@ class StrategySuite:
             registry = registry.with_offers([Offer(self.slot, UNDER_TEST, "a test", lambda: chosen)])
             table["strategy"] = UNDER_TEST
         factory = registry.find(self.slot, table["strategy"], "a test").load()
-        if self.slot != "prefix" and "prefix_reuse" in getattr(factory, "refuses", {}):
+        if self.slot != "prefix" and Trait.PREFIX_REUSE in getattr(factory, "refuses", {}):
             options["prefix"] = "none"
         executor = executor or FakeExecutor(num_swap_blocks=self.num_swap_blocks)
         return make_engine(*plugins, executor=executor, registry=registry, **{**options, self.slot: table})

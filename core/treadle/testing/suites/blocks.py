@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from treadle.engine import Engine
 from treadle.hookspecs import hookimpl
-from treadle.plugin_manager import REUSE_TRAIT
+from treadle.plugin import Trait
 from treadle.request import Request
 from treadle.sampling_params import SamplingParams
 from treadle.step import Step
@@ -35,7 +35,7 @@ class PrefixSuite(StrategySuite):
         for length in (BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 5):
             with self.engine(strategy) as engine:
                 saved = self._saved(engine, range(length), range(length))
-                most = (length - 1) // BLOCK * BLOCK if engine.manager.has_trait(REUSE_TRAIT) else 0
+                most = (length - 1) // BLOCK * BLOCK if engine.manager.has_trait(Trait.PREFIX_REUSE) else 0
                 assert saved == most, f"{saved} of {length} tokens were reused, not {most}"
 
     def test_salts_keep_requests_apart(self, strategy: Strategy) -> None:

@@ -12,6 +12,7 @@ import pytest
 from treadle.contracts import Executor, KVFormat, ModelInfo, PoolSize, PoolSpec
 from treadle.errors import ConfigError
 from treadle.plan import BlockCopy, Outcome, StepPlan, Work
+from treadle.plugin import missing_members
 from treadle.sampling_params import SamplingParams
 
 BLOCK = 16
@@ -130,7 +131,8 @@ class ExecutorSuite:
     def test_it_is_an_executor(self, make_executor: Callable[[], Executor]) -> None:
         """It has the methods, and says what it is."""
         executor = make_executor()
-        assert isinstance(executor, Executor), f"{executor!r} is no Executor"
+        missing = missing_members(Executor, executor)
+        assert not missing, f"{executor!r} is no Executor, for want of {missing}"
         facts = executor.describe()
         assert facts, "describe tells nothing"
         assert all(isinstance(key, str) and isinstance(value, str) for key, value in facts.items()), f"{facts}"

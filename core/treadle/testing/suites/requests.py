@@ -10,6 +10,7 @@ from treadle.errors import Refused
 from treadle.handles import Handle
 from treadle.hookspecs import hookimpl
 from treadle.plan import FinishReason
+from treadle.plugin import missing_members
 from treadle.request import Phase, Request
 from treadle.sampling_params import SamplingParams
 from treadle.step import Step
@@ -245,7 +246,8 @@ class BudgetSpy:
     def budget(self) -> Generator[None, Budget | None, Budget | None]:
         """Put a watch around the answer."""
         answer = yield
-        assert isinstance(answer, Budget), f"{answer!r} is no Budget"
+        assert answer is not None, "nobody answered"
+        assert not missing_members(Budget, answer), f"{answer!r} is no Budget"
         return WatchedBudget(answer, self)
 
 
