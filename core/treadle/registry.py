@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, distributions
 from typing import Any
 
 from treadle.errors import ConfigError, nearest
+from treadle.hook_changes import about_gone
 
 GROUP = "treadle"
 """The entry-point group: `slot.name` for strategies, `plugin.name` for other plugins, `command.name` for commands."""
@@ -177,7 +178,9 @@ def _import(module: str, attribute: str, what: str, hint: str) -> Any:
     try:
         found: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{what} needs the module {error.name!r}, which is not installed ({hint})") from error
+        change = about_gone(error.name or "")
+        why = f"which is not installed ({hint})" if change is None else change.do
+        raise ConfigError(f"{what} needs the module {error.name!r}, {why}") from error
     except Exception as error:  # a stranger's module may raise anything while it is imported
         raise ConfigError(f"{what} cannot be imported from {module!r}: {type(error).__name__}: {error}") from error
     for part in attribute.split(".") if attribute else ():

@@ -29,6 +29,7 @@ from treadle.contracts import (
     Trim,
 )
 from treadle.errors import ExecutionError, PluginContractError, PluginError, TreadleError
+from treadle.hook_changes import since
 from treadle.plan import FinishReason, Outcome, StepPlan, Work
 from treadle.plugin import missing_members
 from treadle.plugin_manager import PluginManager
@@ -321,7 +322,8 @@ class Rules:
         except Exception as error:  # a property of the plugin's may raise anything
             self._blame(hook, error)
         if missing:
-            self._breach(hook, rule, f"{answer!r}, which lacks {', '.join(missing)}")
+            hint = "".join(f" ({change.do})" for change in since(1, [hook])) if "launch" in missing else ""
+            self._breach(hook, rule, f"{answer!r}, which lacks {', '.join(missing)}{hint}")
 
     def _ids(self, hook: str, answer: Any, rule: str) -> tuple[int, ...]:
         if not isinstance(answer, Iterable):

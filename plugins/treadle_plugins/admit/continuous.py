@@ -36,11 +36,11 @@ class Continuous:
     @hookimpl
     def gate(self, step: Step) -> Open:
         """Free places, in steps in which requests may start."""
-        places = self._settings.max_batch_size - step.num_running
-        if places <= 0:
-            return Open(0, full=True)
         if step.num_running and not self._is_turn(step):
             return Open(0)
+        places = self._settings.max_batch_size - step.num_running
+        if places <= 0:
+            return Open(0, full=places == 0)
         return Open(places if self._settings.max_inserts is None else min(places, self._settings.max_inserts))
 
     @hookimpl

@@ -33,16 +33,16 @@ class Windowed:
         """Open, or say until when arrivals are gathered."""
         places = self._settings.max_batch_size - step.num_running
         oldest = step.oldest_waiting
-        if places <= 0:
-            return Open(0, full=True)
         if oldest is None:
-            return Open(places)
+            return Open(max(places, 0))
         opens_s = oldest.arrival_s + 2 * self._window_s
-        if step.num_waiting >= min(self._settings.min_batch, places):
+        if step.num_waiting >= min(self._settings.min_batch, max(places, 1)):
             # a full batch waits for the rest of the window only
             since = oldest.arrival_s if self._opened_s is None else self._opened_s
             opens_s = min(opens_s, since + self._window_s)
         if opens_s > step.now:
             return NotBefore(opens_s)
+        if places <= 0:
+            return Open(0, full=places == 0)
         self._opened_s = step.now
         return Open(places)

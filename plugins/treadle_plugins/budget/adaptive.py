@@ -64,7 +64,9 @@ class Adaptive:
         answer = yield
         if isinstance(answer, NotBefore):
             return answer
-        places = max(0, self.batch_size - step.num_running)
+        places = self.batch_size - step.num_running
+        if places < 0:
+            return Open(0)  # a place that is given up would not be given again
         if answer is not None and answer.most is not None and answer.most <= places:
             return answer
         return Open(places, full=places == 0)
