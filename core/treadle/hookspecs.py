@@ -1,8 +1,8 @@
 """The core's hooks. Each docstring says when the hook is called, what it returns and which rules the core enforces.
 
 *decide* hooks are asked in turn until one answers something other than None. *tell* hooks inform every plugin and return nothing.
-*register* hooks hand in what a plugin offers. A plugin implements a hook by a method of the same name marked `@treadle.hookimpl`;
-it may leave out arguments that it does not need. Hooks run on the stepping thread only, never per token and never per layer.
+A plugin implements a hook by a method of the same name marked `@treadle.hookimpl`; it may leave out arguments that it does not
+need. Hooks run on the stepping thread only, never per token and never per layer.
 
 A broken rule raises `PluginContractError`, which names the plugin, the hook and the rule. Where the question was about one
 request, that request ends with the error and the others go on.

@@ -345,12 +345,13 @@ def _configure(offer: Offer, table: dict[str, Any], path: Path_, origin: str, or
     factory = offer.load()
     model = getattr(factory, "Settings", None)
     own = {p[-1]: o for p, o in origins.items() if p[: len(path)] == path and p[-1] != STRATEGY}
-    if model is None:
+    base = BlockSettings if offer.kind == "allocate" else StrategySettings
+    if model is None and base is StrategySettings:
         if table:
             raise ConfigError(*(_takes_none(offer, (*path, name), origins) for name in table))
         return Choice(offer, factory, None, origin)
-    if not (isinstance(model, type) and issubclass(model, StrategySettings)):
-        raise ConfigError(f"{offer.label} of {offer.package}: its Settings must derive from treadle.StrategySettings")
+    if not (isinstance(model, type) and issubclass(model, base)):
+        raise ConfigError(f"{offer.label} of {offer.package}: its Settings must derive from treadle.{base.__name__}")
     try:
         return Choice(offer, factory, model(**table), origin, own)
     except ValidationError as error:

@@ -125,7 +125,7 @@ def test_an_allocation_without_block_settings_is_refused(offered: Any) -> None:
         def allocate(self) -> None:
             pass
 
-    _refused(r"allocate\.odd: .*derive from BlockSettings", registry=offered(allocate_odd=Odd), allocate="odd")
+    _refused(r"allocate\.odd of .*derive from treadle\.BlockSettings", registry=offered(allocate_odd=Odd), allocate="odd")
 
 
 # --- traits ---------------------------------------------------------------------------------------------------------------------
