@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -53,6 +53,11 @@ class Plugin(Protocol):
     """For each trait that this plugin does not go together with: why, and what to do, for the user."""
     hookspecs: ClassVar[type | None] = None
     """A class of hook specifications that this plugin brings and calls."""
+    slots: ClassVar[Sequence[Any]] = ()
+    """Slots that the configuration has with this executor and not with others, each a `treadle.registry.Slot`."""
+    check_configuration: ClassVar[Callable[[Any, Any], None] | None] = None
+    """A static method that is given this plugin's settings and the whole `treadle.Settings` when all is resolved: it raises
+    ConfigError for what the plugin could not run with."""
     treadle_hooks: int | None = None
     """The `treadle.hookspecs.HOOK_VERSION` that it was written for; None means that it fits any."""
     extras: Mapping[str, Checker] = MappingProxyType({})
