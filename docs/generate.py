@@ -1,7 +1,7 @@
 """Parts of pages that are made from the code, so that they cannot differ from it.
 
-A part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`, and is committed with its page. `python docs/generate.py`
-says which pages are out of date, `python docs/generate.py --write` brings them up to date; a test runs the first.
+A part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`, and is committed with its page. `python
+docs/generate.py` says which pages are out of date, `python docs/generate.py --write` brings them up to date; a test runs the first.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def hook_changes() -> str:
 
 def names() -> str:
     """What `treadle` and `treadle.testing` export."""
-    rows = [[f"`{name}`", f"`{treadle._HOME[name]}`", _first_sentence(getattr(treadle, name))] for name in sorted(treadle.__all__)]
+    rows = [
+        [f"`{name}`", f"`{treadle._HOME[name]}`", _first_sentence(getattr(treadle, name))] for name in sorted(treadle.__all__)
+    ]
     for name in sorted(testing.__all__):
         value = getattr(testing, name)
         rows.append([f"`testing.{name}`", f"`{value.__module__}`", _first_sentence(value)])
@@ -146,10 +148,8 @@ def names() -> str:
 
 def rooms() -> str:
     """The core's modules, each by the first line of its docstring."""
-    rows = []
-    for path in sorted((ROOT / "core" / "treadle").glob("*.py")):
-        if not path.stem.startswith("_"):
-            rows.append([f"`{path.name}`", _first_sentence(importlib.import_module(f"treadle.{path.stem}"))])
+    paths = [path for path in sorted((ROOT / "core" / "treadle").glob("*.py")) if not path.stem.startswith("_")]
+    rows = [[f"`{path.name}`", _first_sentence(importlib.import_module(f"treadle.{path.stem}"))] for path in paths]
     return _table(["file", "what it is"], rows)
 
 
@@ -201,6 +201,8 @@ def _hook(function: FunctionType) -> str:
 
 
 def _first_sentence(value: object) -> str:
+    if value is treadle.hookimpl:
+        return "Marks a method as the implementation of the hook of that name."  # pluggy's own docstring differs by release
     text = " ".join((inspect.getdoc(value) or "").split("\n\n", 1)[0].split())
     return re.split(r"(?<=[.])\s", text, maxsplit=1)[0]
 
