@@ -13,12 +13,14 @@ import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import FunctionType, UnionType
 from typing import Any, Literal
 
 import click
 from click.testing import CliRunner
+from members import describe
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -165,7 +167,48 @@ def import_exceptions() -> str:
     return _table(["who", "may import"], [[f"`{who}`", ", ".join(f"`{name}`" for name in what)] for who, what in rows.items()])
 
 
+API = {
+    "api_running": (
+        "treadle.engine:Engine",
+        "treadle.sampling_params:SamplingParams",
+        "treadle.request:RequestOptions",
+        "treadle.handles:Handle",
+        "treadle.handles:Chunk",
+        "treadle.handles:Completion",
+        "treadle.request:Figures",
+    ),
+    "api_seen": (
+        "treadle.step:Step",
+        "treadle.request:Request",
+        "treadle.request:Counted",
+        "treadle.request:Phase",
+        "treadle.request:StashKey",
+        "treadle.request:Stash",
+        "treadle.blocks:PoolView",
+        "treadle.blocks:BlockRecord",
+        "treadle.blocks:BlockRef",
+        "treadle.blocks:IntegrityError",
+    ),
+    "api_answers": ("treadle.contracts", "treadle.plugin:Plugin", "treadle.plugin:Trait", "treadle.plan", "treadle.clocks"),
+    "api_configuration": (
+        "treadle.settings:load",
+        "treadle.settings:Settings",
+        "treadle.settings:Choice",
+        "treadle.settings:StrategySettings",
+        "treadle.settings:BlockSettings",
+        "treadle.registry:Slot",
+        "treadle.registry:Offer",
+        "treadle.registry:Registry",
+    ),
+    "api_errors": ("treadle.errors", "treadle.text:Tokenizer", "treadle.text:TextStream", "treadle.logs"),
+    "api_testing": ("treadle.testing.play", "treadle.testing.fake_executor"),
+    "torch_forward": ("treadle_plugins.forward.spec",),
+    "torch_attention": ("treadle_plugins.attention.spec", "treadle_plugins.execute.torch_executor.suites:CodecSuite"),
+}
+"""Whose members are described in which part."""
+
 PARTS: Mapping[str, Callable[[], str]] = {
+    **{part: partial(describe, places) for part, places in API.items()},
     "strategies": strategies,
     "configuration": configuration,
     "command_line": command_line,

@@ -18,6 +18,7 @@ import treadle
 from treadle import Engine, SamplingParams
 from treadle.blocks import IntegrityError
 from treadle.engine import FULL_CHECK_S
+from treadle.handles import Completion
 from treadle.hook_changes import CHANGES
 from treadle.hookspecs import HOOK_VERSION, Hooks
 from treadle.testing import FakeExecutor, make_engine
@@ -208,16 +209,20 @@ def test_every_decision_is_listed() -> None:
 
 
 @pytest.mark.model
-def test_the_readme_shows_what_comes_out() -> None:
+def test_the_readme_shows_what_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     code, shown = re.findall(r"Text in, text out:.*?```python\n(.*?)```\n\n```text\n(.*?)```", page("README.md"), re.DOTALL)[0]
+    kept: list[Completion] = []
+
+    def with_margins(engine: Engine, prompts: Any, generate: Any = Engine.generate) -> Iterator[Completion]:
+        for done in generate(engine, prompts, SamplingParams(logprobs=2)):
+            kept.append(done)
+            yield done
+
+    monkeypatch.setattr(Engine, "generate", with_margins)
     printed = StringIO()
     with redirect_stdout(printed):
         exec(code, {})  # noqa: S102  # our own documentation
     assert printed.getvalue() == shown == "The capital of France is Paris.\n"
-    # the same question by way of the first command; its margin, so that no rounding can turn it
-    with Engine.load() as engine:
-        question = [{"role": "user", "content": "What is the capital of France?"}]
-        (done,) = engine.generate(question, SamplingParams(max_tokens=32, logprobs=2))
-    gaps = [entry.top[0][1] - entry.top[1][1] for entry in done.logprobs]
+    gaps = [entry.top[0][1] - entry.top[1][1] for done in kept for entry in done.logprobs]
     print(f"smallest gap of the two best tokens: {min(gaps):.3f}")
     assert min(gaps) > 0.05
