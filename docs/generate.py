@@ -142,9 +142,7 @@ def names() -> str:
     rows = [
         [f"`{name}`", f"`{treadle._HOME[name]}`", _first_sentence(getattr(treadle, name))] for name in sorted(treadle.__all__)
     ]
-    for name in sorted(testing.__all__):
-        value = getattr(testing, name)
-        rows.append([f"`testing.{name}`", f"`{value.__module__}`", _first_sentence(value)])
+    rows += [[f"`{name}`", "`treadle.testing`", _first_sentence(getattr(testing, name))] for name in sorted(testing.__all__)]
     return _table(["name", "defined in", "what it is"], rows)
 
 
@@ -201,7 +199,7 @@ API = {
         "treadle.registry:Registry",
     ),
     "api_errors": ("treadle.errors", "treadle.text:Tokenizer", "treadle.text:TextStream", "treadle.logs"),
-    "api_testing": ("treadle.testing.play", "treadle.testing.fake_executor"),
+    "api_testing": ("treadle.testing.play as treadle.testing", "treadle.testing.fake_executor as treadle.testing"),
     "torch_forward": ("treadle_plugins.forward.spec",),
     "torch_attention": ("treadle_plugins.attention.spec", "treadle_plugins.execute.torch_executor.suites:CodecSuite"),
 }

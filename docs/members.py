@@ -12,17 +12,18 @@ Named = ast.ClassDef | ast.FunctionDef
 
 
 def describe(places: Iterable[str]) -> str:
-    """A section for each of `module:Name`, or for each public name of `module`."""
+    """A section for each of `module:Name`, or for each public name of `module`. Behind ` as `: where it is imported from."""
     return "\n\n".join(_section(node, module) for place in places for node, module in _found(place))
 
 
 def _found(place: str) -> Iterator[tuple[Named, str]]:
+    place, _, shown = place.partition(" as ")
     module, _, wanted = place.partition(":")
     nodes = [node for node in _tree(module).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
     chosen = [node for node in nodes if node.name == wanted or (not wanted and not node.name.startswith("_"))]
     if not chosen:
         raise LookupError(f"{place} is not there")
-    yield from ((node, module) for node in chosen)
+    yield from ((node, shown or module) for node in chosen)
 
 
 def _tree(module: str) -> ast.Module:
@@ -36,7 +37,7 @@ def _section(node: Named, module: str) -> str:
     if isinstance(node, ast.FunctionDef):
         return "\n\n".join([f"### {node.name}", f"```text\n{_signature(node)}\n```", f"In `{module}`.", _prose(_doc(node))])
     bases = [ast.unparse(base) for base in node.bases]
-    about = f"In `{module}`" + (f"; a {' and a '.join(f'`{base}`' for base in bases)}." if bases else ".")
+    about = f"In `{module}`" + (f", derived from {' and '.join(f'`{base}`' for base in bases)}." if bases else ".")
     rows = [f"| `{what}` | {meaning} |" for what, meaning in _members(node)]
     parts = [f"### {node.name}", about, _prose(_doc(node))]
     if rows:

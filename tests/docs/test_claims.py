@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -174,6 +175,20 @@ def test_each_hook_is_described_and_each_change_told() -> None:
     upgrade = page("docs/howto/upgrade-a-plugin.md")
     assert all(f"`{change.what}`" in upgrade for change in CHANGES)
     assert f"version {HOOK_VERSION}" in upgrade
+
+
+def test_each_public_module_is_described(generate: ModuleType) -> None:
+    told = {
+        name for row, _ in rows(page("docs/reference/api.md"), "public module", "what it holds") for name in CODE.findall(row)
+    }
+    places = (
+        place.split(" as ")[-1].split(":")[0]
+        for part, named in generate.API.items()
+        if part.startswith("api_")
+        for place in named
+    )
+    elsewhere = {"treadle", "treadle.hookspecs", "treadle.testing.suites"}
+    assert told - elsewhere == set(places)
 
 
 def test_each_public_name_is_on_the_page_of_the_api() -> None:
