@@ -178,7 +178,7 @@ class Engine:
         self._loop.wake()
 
     def _cancel(self, request: LiveRequest) -> None:
-        if request.progress.end is None:
+        if request.progress[1] is None:
             self._inbox.cancel(request)
             self._loop.wake()
 
@@ -309,7 +309,7 @@ class Engine:
         """Requests of which there is something to publish. Names of those that ended may be given again."""
         ended = self.queues.ended
         self._inbox.forget(ended)
-        news = list(dict.fromkeys([*self._scheduler.changed, *ended]))
+        news = [*self._scheduler.changed, *ended]
         ended.clear()
         self._scheduler.changed = []
         return news
@@ -321,7 +321,9 @@ class Engine:
             if report is not None:
                 self._hook.step_finished(report=report)
             for request in news:
-                _call(request.publish(), request)
+                watchers = request.publish()
+                if watchers:
+                    _call(watchers, request)
 
     def _report(self, step: Step, plan: StepPlan, copy_s: float) -> StepReport:
         pool = self.kv_cache.pool

@@ -94,7 +94,7 @@ class Handle:
     @property
     def finished(self) -> bool:
         """Whether the completion is there."""
-        return self._request.progress.end is not None
+        return self._request.progress[1] is not None
 
     def cancel(self) -> None:
         """Ask for the request's end; it takes effect at the start of the next step. Ignored when it has ended."""

@@ -181,11 +181,8 @@ class End(NamedTuple):
     error: Exception | None
 
 
-class Progress(NamedTuple):
-    """What other threads may read of a request: published in one assignment, when a step is over."""
-
-    num_output: int
-    end: End | None
+Progress = tuple[int, End | None]
+"""What other threads may read of a request, published in one assignment when a step is over: tokens generated, and the end."""
 
 
 class Request(Counted):
@@ -242,7 +239,7 @@ class Request(Counted):
         self._lost_from = 0
         self._figures = Figures(arrival_s)
         self._end: End | None = None
-        self._progress = Progress(0, None)
+        self._progress: Progress = (0, None)
         self._watchers: tuple[Callable[[], None], ...] = ()
         self._stash = Stash()
         self._text: TextStream | None = None
@@ -494,15 +491,19 @@ class LiveRequest(Request):
         return self._progress
 
     def publish(self) -> tuple[Callable[[], None], ...]:
-        """Let other threads see how far it has come; returns whom to tell."""
-        self._progress = Progress(len(self._tokens) - self._prompt_length, self._end)
+        """Let other threads see how far it has come; returns whom to tell, if that is news."""
+        progress = (len(self._tokens) - self._prompt_length, self._end)
+        if progress == self._progress:
+            return ()
+        self._progress = progress
         return self._watchers
 
     def publish_end(self, error: Exception) -> tuple[Callable[[], None], ...]:
         """Let others see an end though its state cannot be trusted any more: nobody waits for ever."""
-        if self._progress.end is None:
+        num_output, end = self._progress
+        if end is None:
             self.count(finished_s=self._figures.finished_s or self._figures.arrival_s)
-            self._progress = self._progress._replace(end=End(FinishReason.ERROR, error))
+            self._progress = (num_output, End(FinishReason.ERROR, error))
         return self._watchers
 
     def watch(self, watcher: Callable[[], None]) -> None:

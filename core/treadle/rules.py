@@ -177,10 +177,10 @@ class Rules:
 
     def take(self, budget: Budget, request: Request, wanted: int) -> int:
         try:
-            granted: object = budget.take(request, wanted)
+            granted = budget.take(request, wanted)
         except Exception as error:  # whatever a plugin raises is named as the plugin's
             self._blame("budget", error)
-        if not (isinstance(granted, int) and not isinstance(granted, bool) and 0 <= granted <= wanted):
+        if granted.__class__ is not int or not 0 <= granted <= wanted:
             self._breach("budget", "take grants a whole number of 0 to wanted tokens", granted)
         return granted
 
