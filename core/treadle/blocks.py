@@ -22,6 +22,17 @@ from typing import NamedTuple
 class IntegrityError(AssertionError):
     """The books contradict themselves: a defect of the core, never a user's mistake."""
 
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self._attached: list[str] = []
+
+    def attach(self, text: str) -> None:
+        """Add what a plugin knows about it."""
+        self._attached.append(text)
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *self._attached])
+
 
 class BlockRef(NamedTuple):
     """A block as it stood when it was indexed: ids are used again, generations are not."""

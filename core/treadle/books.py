@@ -99,7 +99,7 @@ class Books:
         """A running request waits again and gives up its blocks, or the last `num_blocks` of them."""
         del self.running[request.id]
         keep, chain = self._kept(request, num_blocks)
-        self.drop(step, request.preempt(keep, chain, self.pool.block_size))
+        self.drop(step, request, request.preempt(keep, chain, self.pool.block_size))
         self._return_to_waiting(step, request, PreemptionMode.RECOMPUTE)
 
     def swap_out(self, step: Step, request: LiveRequest, most: int | None = None) -> bool:
@@ -114,10 +114,13 @@ class Books:
         del self.running[request.id]
         table = request.block_table
         swapped = dict(zip(places, self.swap_space.take(len(places)), strict=True))
-        self.journal.swap_out += [BlockCopy(table[place], target) for place, target in swapped.items()]
+        copies = [BlockCopy(table[place], target) for place, target in swapped.items()]
+        self.journal.swap_out += copies
         self.journal.uncertain[request.id] = request
         request.swap_out(swapped, num_blocks)
-        self.drop(step, [table[place] for place in places] + list(table[num_blocks:]))
+        if copies:
+            self._hook.blocks_swapped_out(step=step, request=request, copies=copies)
+        self.drop(step, request, [table[place] for place in places] + list(table[num_blocks:]))
         self._return_to_waiting(step, request, PreemptionMode.SWAP)
         return True
 
@@ -126,10 +129,12 @@ class Books:
         self.pool.take(block_ids)
         blocks = dict(zip(request.swapped, block_ids, strict=True))
         # the swap blocks are given back when the pass is over: swap-outs of this step run before its swap-ins
-        self.journal.swap_in += [BlockCopy(request.swapped[place], target) for place, target in blocks.items()]
+        copies = [BlockCopy(request.swapped[place], target) for place, target in blocks.items()]
+        self.journal.swap_in += copies
         self.journal.uncertain[request.id] = request
         request.swap_in(blocks)
         self._hook.blocks_allocated(step=step, request=request, block_ids=block_ids)
+        self._hook.blocks_swapped_in(step=step, request=request, copies=copies)
 
     def finish(
         self, step: Step, request: LiveRequest, reason: FinishReason, error: Exception | None = None, *, hold: bool = False
@@ -161,8 +166,12 @@ class Books:
 
     def give_up_blocks(self, step: Step, request: LiveRequest) -> None:
         """The request holds nothing any more, in the pool or in swap space."""
-        self.swap_space.give_back(list(request.swapped.values()))
-        self.drop(step, request.surrender())
+        swap_ids = list(request.swapped.values())
+        held = request.surrender()
+        if swap_ids:
+            self.swap_space.give_back(swap_ids)
+            self._hook.swap_released(step=step, request=request, swap_ids=swap_ids)
+        self.drop(step, request, held)
 
     def reclaim_from_waiting(self, step: Step, but: LiveRequest, num_blocks: int, *, swapped: bool) -> bool:
         """A request that waits with blocks of the pool gives up the last `num_blocks`. False when none holds any.
@@ -174,7 +183,7 @@ class Books:
                 continue
             if not request.swapped:
                 keep, chain = self._kept(request, num_blocks)
-                self.drop(step, request.shorten(keep, chain, self.pool.block_size))
+                self.drop(step, request, request.shorten(keep, chain, self.pool.block_size))
                 return True
             if swapped:
                 self.give_up_blocks(step, request)
@@ -218,12 +227,13 @@ class Books:
         held = request.num_computed // self.pool.block_size
         replaced = request.block_table[held : held + len(block_ids)]
         reused = self.pool.share(block_ids)
+        self._hook.blocks_shared(step=step, request=request, block_ids=block_ids)
         if reused:
             self._hook.blocks_reused(step=step, block_ids=reused)
         self._chain(request, self._record_of(block_ids[-1]), held + len(block_ids))
         request.reuse(block_ids, self.pool.block_size)
         self.journal.uncertain[request.id] = request
-        self.drop(step, replaced)
+        self.drop(step, request, replaced)
 
     def fill(self, step: Step, request: LiveRequest, num_tokens: int) -> None:
         """Index the blocks that are full once the first `num_tokens` tokens are computed."""
@@ -258,11 +268,12 @@ class Books:
         if indexed:
             self.evict(step, indexed)
 
-    def drop(self, step: Step, block_ids: Sequence[int]) -> None:
+    def drop(self, step: Step, request: LiveRequest, block_ids: Sequence[int]) -> None:
         """One table fewer holds these blocks."""
         if not block_ids:
             return
         cached, freed = self.pool.drop(block_ids)
+        self._hook.blocks_released(step=step, request=request, block_ids=block_ids)
         if cached:
             self._hook.blocks_cached(step=step, block_ids=cached)
         if freed:

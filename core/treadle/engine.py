@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from treadle.blocks import BlockPool
+from treadle.blocks import BlockPool, IntegrityError
 from treadle.books import Books, SwapSpace
 from treadle.commit import Committer
 from treadle.contracts import EngineInfo, Executor, KVFormat, PoolSpec, StepReport, Tokenizer
@@ -414,7 +414,11 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Prove the books. Raises IntegrityError. Between steps only."""
-        self.books.check_integrity()
+        try:
+            self.books.check_integrity()
+        except IntegrityError as error:
+            self._hook.integrity_broken(error=error)
+            raise
 
 
 def _copied(labels: object) -> dict[str, str]:

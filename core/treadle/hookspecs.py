@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from treadle.blocks import IntegrityError
     from treadle.contracts import (
         Accept,
         Admission,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         StepReport,
         Trim,
     )
+    from treadle.plan import BlockCopy
     from treadle.registry import CommandRegistrar, StrategyRegistrar
     from treadle.request import Request
     from treadle.settings import Settings
@@ -438,6 +440,14 @@ class Hooks:
         """Free blocks became the request's."""
 
     @hookspec
+    def blocks_shared(self, step: Step, request: Request, block_ids: Sequence[int]) -> None:
+        """The request holds these indexed blocks too; those that nobody held are told as reused next."""
+
+    @hookspec
+    def blocks_released(self, step: Step, request: Request, block_ids: Sequence[int]) -> None:
+        """The request holds these blocks no more; those that nobody holds are told as cached or freed next."""
+
+    @hookspec
     def blocks_filled(self, step: Step, request: Request, block_ids: Sequence[int]) -> None:
         """This step's pass fills these blocks; they are indexed already, so that others can match them within the step."""
 
@@ -456,6 +466,22 @@ class Hooks:
     @hookspec
     def blocks_freed(self, step: Step, block_ids: Sequence[int]) -> None:
         """Blocks are free."""
+
+    @hookspec
+    def blocks_swapped_out(self, step: Step, request: Request, copies: Sequence[BlockCopy]) -> None:
+        """This step's pass copies the request's blocks to swap space. In the pool they are released next."""
+
+    @hookspec
+    def blocks_swapped_in(self, step: Step, request: Request, copies: Sequence[BlockCopy]) -> None:
+        """This step's pass copies the request's KV back from swap space, to blocks that were told as allocated just before."""
+
+    @hookspec
+    def swap_released(self, step: Step, request: Request, swap_ids: Sequence[int]) -> None:
+        """What the request has in these blocks of swap space is given up, and not read any more."""
+
+    @hookspec
+    def integrity_broken(self, error: IntegrityError) -> None:
+        """The books contradict themselves, and the error is about to be raised: `error.attach(text)` adds to it."""
 
     @hookspec
     def step_finished(self, step: Step, report: StepReport) -> None:

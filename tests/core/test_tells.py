@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from treadle import Engine, FinishReason, Handle, Phase, SamplingParams, hookimpl
+from treadle.blocks import IntegrityError
 from treadle.errors import EngineStopped, PluginContractError, PluginError
 from treadle.hookspecs import Hooks
 from treadle.testing import FakeExecutor, drain_checked
@@ -19,7 +20,9 @@ TELLS = [
     for name, spec in vars(Hooks).items()
     if inspect.isfunction(spec) and spec.__annotations__["return"] == "None" and not name.startswith("register_")
 ]
-IN_A_STEP = [name for name in TELLS if name not in ("engine_started", "engine_stopped")]
+RARE = {"swap_released", "integrity_broken"}
+"""Told only when a request ends while it is swapped out, and when the books are wrong."""
+IN_A_STEP = [name for name in TELLS if name not in {"engine_started", "engine_stopped", *RARE}]
 
 
 def _listener(name: str) -> Any:
@@ -45,11 +48,11 @@ def _chatty(**_: Any) -> Any:
 
 
 @pytest.fixture
-def busy(build: Any, executor: FakeExecutor) -> Callable[..., tuple[Engine, list[Handle]]]:
-    """An engine with so few blocks that every kind of event occurs: sharing, eviction, preemption, resumption."""
+def busy(build: Any) -> Callable[..., tuple[Engine, list[Handle]]]:
+    """An engine with so few blocks that every kind of event occurs: sharing, eviction, preemption, swapping, resumption."""
 
     def make(*plugins: object) -> tuple[Engine, list[Handle]]:
-        engine = build(*plugins, num_blocks=12, executor=executor)
+        engine = build(*plugins, num_blocks=12, executor=FakeExecutor(num_swap_blocks=4), preempt="swap")
         common = list(range(1, 41))
         prompts = [[*common, n] for n in range(3)] + [[n] * (20 + 9 * n) for n in range(4)] + [[*common, 9]]
         handles = [engine.submit(p, SamplingParams(max_tokens=18 + 5 * n)) for n, p in enumerate(prompts)]
@@ -74,7 +77,33 @@ def test_every_event_occurs(busy: Any, assert_right: Any) -> None:
     drain_checked(engine, 5000)
     assert_right(handles)
     engine.close()
-    assert {hook for hook in TELLS if listener.told[hook]} == set(TELLS)
+    assert {hook for hook in TELLS if listener.told[hook]} == set(TELLS) - RARE
+
+
+def test_swap_space_that_is_given_up_is_told(busy: Any) -> None:
+    listener = _listener("listener")
+    engine, handles = busy(listener)
+    while not listener.told["blocks_swapped_out"]:
+        engine.step()
+    assert not listener.told["swap_released"]
+    for handle in handles:
+        handle.cancel()
+    engine.step()
+    assert listener.told["swap_released"]
+
+
+def test_broken_books_are_told_before_the_error_is_raised(build: Any) -> None:
+    class Clerk:
+        @hookimpl
+        def integrity_broken(self, error: IntegrityError) -> None:
+            error.attach("what the clerk knows")
+
+    engine = build(Clerk())
+    engine.check_integrity()
+    engine.books.pool.take([3])
+    with pytest.raises(IntegrityError, match="block 3: count 1, held by 0\nwhat the clerk knows"):
+        engine.check_integrity()
+    engine.books.pool.drop([3])
 
 
 @pytest.mark.parametrize("wrapper", [False, True], ids=["plain", "wrapper"])
