@@ -13,7 +13,7 @@ from treadle import SamplingParams
 from treadle.blocks import IntegrityError
 from treadle.errors import ConfigError, TreadleError
 from treadle.testing import FakeExecutor, drain_checked, make_engine
-from treadle.testing.traffic import assert_right, serve, shared_prefix_traffic
+from treadle.testing.traffic import serve, shared_prefix_traffic
 from treadle.testing.trouble import FailingExecutor, RandomVictims
 from treadle_plugins.observe.block_entries import Entry, Header, Log, Numbered, entry_line, header_line, read_log
 from treadle_plugins.observe.block_log import BlockLog, BlockLogSettings

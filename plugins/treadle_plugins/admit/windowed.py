@@ -27,6 +27,8 @@ class Windowed:
         self._settings = settings
         self._window_s = settings.window_ms / 1000
         self._opened_s: float | None = None
+        self._opened_in = 0
+        """Number of the step in which it was open last: asked again in it, it still is."""
 
     @hookimpl
     def gate(self, step: Step) -> Open | NotBefore:
@@ -34,8 +36,8 @@ class Windowed:
         places = self._settings.max_batch_size - step.num_running
         oldest = step.oldest_waiting
         if places <= 0:
-            return Open(0, full=True)
-        if oldest is None:
+            return self._full(step)
+        if oldest is None or self._opened_in == step.number:
             return Open(places)
         opens_s = oldest.arrival_s + 2 * self._window_s
         if step.num_waiting >= min(self._settings.min_batch, places):
@@ -45,4 +47,12 @@ class Windowed:
         if opens_s > step.now:
             return NotBefore(opens_s)
         self._opened_s = step.now
+        self._opened_in = step.number
         return Open(places)
+
+    def _full(self, step: Step) -> Open | NotBefore:
+        """Whoever gives up a place now gives it to somebody only if the window is over."""
+        closed_until_s = step.now if self._opened_s is None else self._opened_s + self._window_s
+        if self._opened_in == step.number or closed_until_s <= step.now:
+            return Open(0, full=True)
+        return NotBefore(closed_until_s)

@@ -64,7 +64,9 @@ class Adaptive:
         answer = yield
         if isinstance(answer, NotBefore):
             return answer
-        places = max(0, self.batch_size - step.num_running)
+        places = self.batch_size - step.num_running
+        if places < 0:
+            return Open(0)  # the limit has sunk below those that run: a place that one of them gave up would go to nobody
         if answer is not None and answer.most is not None and answer.most <= places:
             return answer
         return Open(places, full=places == 0)
