@@ -444,7 +444,8 @@ class Hooks:
 
     @hookspec
     def prefix_matched(self, step: Step, request: Request, block_ids: Sequence[int], num_tokens: int) -> None:
-        """The request uses these blocks for `num_tokens` of its tokens from now on; none when it starts without."""
+        """The request holds these blocks too, for `num_tokens` of its tokens; none when it starts without. Those that nobody held
+        are told as reused next."""
 
     @hookspec
     def blocks_allocated(self, step: Step, request: Request, block_ids: Sequence[int]) -> None:
@@ -465,6 +466,10 @@ class Hooks:
     @hookspec
     def blocks_swapped_in(self, step: Step, request: Request, copies: Sequence[BlockCopy]) -> None:
         """Blocks that were just allocated to the request are copied from swap space in this step's pass."""
+
+    @hookspec
+    def swap_released(self, step: Step, request: Request, swap_ids: Sequence[int]) -> None:
+        """What the request has in these blocks of swap space is given up, and is not read any more."""
 
     @hookspec
     def blocks_cached(self, step: Step, block_ids: Sequence[int]) -> None:

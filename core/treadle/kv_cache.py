@@ -118,9 +118,9 @@ class KVCache:
         table.num_computed += len(block_ids) * size
         request.count(num_cached_tokens=request.num_cached_tokens + len(block_ids) * size)
         self.undo_log.uncertain[request] = None
+        self._hook.prefix_matched(step=step, request=request, block_ids=block_ids, num_tokens=len(block_ids) * size)
         if reused:
             self._hook.blocks_reused(step=step, block_ids=reused)
-        self._hook.prefix_matched(step=step, request=request, block_ids=block_ids, num_tokens=len(block_ids) * size)
         self._drop(step, request, replaced)
 
     def fill(self, step: Step, request: LiveRequest, num_tokens: int) -> None:
@@ -166,10 +166,12 @@ class KVCache:
     def free(self, step: Step, request: LiveRequest) -> None:
         """The request holds nothing any more, in the pool or in swap space."""
         table = request.table
-        held = table.held()
-        self.swap_space.give_back(table.swapped.values())
+        held, swap_ids = table.held(), list(table.swapped.values())
         table.block_ids, table.num_computed, table.swapped = (), 0, {}
         table.chain, table.num_chained = None, 0
+        if swap_ids:
+            self.swap_space.give_back(swap_ids)
+            self._hook.swap_released(step=step, request=request, swap_ids=swap_ids)
         self._drop(step, request, held)
 
     def swap_out(self, step: Step, request: LiveRequest, most: int | None = None) -> bool:
@@ -187,7 +189,8 @@ class KVCache:
         table.block_ids, table.swapped = table.block_ids[:num_filled], swapped
         self.undo_log.swap_out += copies
         self.undo_log.uncertain[request] = None
-        self._hook.blocks_swapped_out(step=step, request=request, copies=copies)
+        if copies:
+            self._hook.blocks_swapped_out(step=step, request=request, copies=copies)
         self._drop(step, request, given_up)
         return True
 
