@@ -69,7 +69,7 @@ def test_continuous_keeps_its_word_when_the_one_that_ends_soon_gives_way(victim:
     assert admit.gate(moment.step) == FULL
     moment.preempt(running[victim])
     assert admit.gate(moment.step) == Open(1)
-    assert admit.gate(Moment(8, 0.0, running[1:] + [request(4)], [request(3)]).step) == CLOSED
+    assert admit.gate(Moment(8, 0.0, [*running[1:], request(4)], [request(3)]).step) == CLOSED
 
 
 def windowed_at(now: float, *, waiting_since: float = 0.0) -> tuple[Windowed, Moment, list[LiveRequest]]:
@@ -154,13 +154,14 @@ def test_every_promise_of_a_run_is_kept(admit: dict[str, Any], budget: Any, orde
         @hookimpl(wrapper=True)
         def gate(self, step: Step) -> Any:
             answer = yield
-            if answer == FULL and not promised[-1:] == [step.number]:
+            if answer == FULL and promised[-1:] != [step.number]:
                 promised.append(step.number)
                 running = self.engine.books.running
                 victim = running.pop(next(reversed(running)))
                 try:
                     again = self.engine.manager.hook.gate(step=step)
-                    assert isinstance(again, Open) and again.most != 0, f"{again} after {answer}"
+                    assert isinstance(again, Open), f"{again} after {answer}"
+                    assert again.most != 0, f"{again} after {answer}"
                 finally:
                     running[victim.id] = victim
             return answer
