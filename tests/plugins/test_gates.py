@@ -31,14 +31,14 @@ class Moment:
     def __init__(self, number: int, now: float, running: list[LiveRequest], waiting: list[LiveRequest]) -> None:
         clock = VirtualClock()
         clock.wait(now)
-        self.running = {one.id: one for one in running}
-        self.waiting = OrderedDict((one.id, one) for one in waiting)
+        self.running = dict.fromkeys(running)
+        self.waiting = OrderedDict.fromkeys(waiting)
         self.step = Step(number, clock, PoolView(8, 16), self.running, self.waiting)
 
     def preempt(self, victim: LiveRequest) -> None:
-        del self.running[victim.id]
-        self.waiting[victim.id] = victim
-        self.waiting.move_to_end(victim.id, last=False)
+        del self.running[victim]
+        self.waiting[victim] = None
+        self.waiting.move_to_end(victim, last=False)
 
 
 def wrapped(plugin: Any, step: Step, inner: Open | NotBefore | None) -> Open | NotBefore | None:

@@ -28,25 +28,35 @@ class Windowed:
         self._window_s = settings.window_ms / 1000
         self._opened_s: float | None = None
         self._opened_in = 0
-        """Number of the step in which it was open last: asked again in it, it still is."""
+        """Number of the step in which it was open last, but for places: asked again in it, it still is."""
 
     @hookimpl
     def gate(self, step: Step) -> Open | NotBefore:
         """Open, or say until when arrivals are gathered."""
         places = self._settings.max_batch_size - step.num_running
         oldest = step.oldest_waiting
-        if oldest is not None and self._opened_in != step.number:
-            opens_s = oldest.arrival_s + 2 * self._window_s
-            if step.num_waiting >= min(self._settings.min_batch, max(places, 1)):
-                # a full batch waits for the rest of the window only
-                since = oldest.arrival_s if self._opened_s is None else self._opened_s
-                opens_s = min(opens_s, since + self._window_s)
-            if opens_s > step.now:
-                return NotBefore(opens_s)
-        # it stays open until the step ends: who gives up a place gives it to somebody
-        self._opened_in = step.number
         if places <= 0:
-            return Open(0, full=places == 0)
-        if oldest is not None:
+            return self._full(step)
+        if oldest is None:
+            return Open(places)
+        if self._opened_in == step.number:
             self._opened_s = step.now
+            return Open(places)
+        opens_s = oldest.arrival_s + 2 * self._window_s
+        if step.num_waiting >= min(self._settings.min_batch, places):
+            # a full batch waits for the rest of the window only
+            since = oldest.arrival_s if self._opened_s is None else self._opened_s
+            opens_s = min(opens_s, since + self._window_s)
+        if opens_s > step.now:
+            return NotBefore(opens_s)
+        self._opened_s = step.now
+        self._opened_in = step.number
         return Open(places)
+
+    def _full(self, step: Step) -> Open | NotBefore:
+        """Whoever gives up a place now gives it to somebody only if the window is over."""
+        closed_until_s = step.now if self._opened_s is None else self._opened_s + self._window_s
+        if self._opened_in == step.number or closed_until_s <= step.now:
+            self._opened_in = step.number
+            return Open(0, full=True)
+        return NotBefore(closed_until_s)

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from pydantic import Field
 
-from treadle import EngineInfo, Request, Step, StepReport, StrategySettings, hookimpl
+from treadle import EngineInfo, Request, Step, StrategySettings, hookimpl
 from treadle.blocks import IntegrityError
 from treadle.errors import ConfigError
 from treadle.logs import get_logger
@@ -181,10 +181,11 @@ class BlockLog:
         self._add(Entry("swap_released", step.number, request.id, request.sequence, tuple(swap_ids)))
 
     @hookimpl
-    def step_finished(self, step: Step, report: StepReport) -> None:
+    def step_committed(self, step: Step) -> None:
         """How the pool stands by the engine's own count, where anything changed."""
         if self._step:
-            self._add(Entry("step", step.number, counts=(report.blocks_free, report.blocks_used, report.blocks_cached)))
+            pool = step.pool
+            self._add(Entry("step", step.number, counts=(pool.num_free, pool.num_used, pool.num_cached)))
             self._step = 0
             self._ring.close_step()
             self._write_stream()
