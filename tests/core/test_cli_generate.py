@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from treadle.cli import cli
-from treadle.commands.generation.prompts import Ask, Defaults, Problem, parse_line
-from treadle.commands.generation.results import Figures, Progress
+from treadle_plugins.commands.generation.prompts import Ask, Defaults, Problem, parse_line
+from treadle_plugins.commands.generation.results import Figures, Progress
 
 PLUGINS = Path(__file__).parent / "cli_plugins"
 CONFIG = 'execute = "simulated"\nplugins = ["cli_fakes:{fake}"]\npool.num_blocks = 200\nallocate.block_size = 16\n'
@@ -288,9 +288,9 @@ def test_input_is_read_no_further_than_ahead(monkeypatch: pytest.MonkeyPatch) ->
             written.append(len(numbers) - len(written))
             return super().write(piece)
 
-    monkeypatch.setattr("treadle.commands.generation.prompts.poll_lines", endless)
-    monkeypatch.setattr("treadle.commands.generation.results.open", lambda *_: Watched(), raising=False)
-    monkeypatch.setattr("treadle.commands.generation.results.Output.open", lambda _: None)
+    monkeypatch.setattr("treadle_plugins.commands.generation.prompts.poll_lines", endless)
+    monkeypatch.setattr("treadle_plugins.commands.generation.results.open", lambda *_: Watched(), raising=False)
+    monkeypatch.setattr("treadle_plugins.commands.generation.results.Output.open", lambda _: None)
     result = run("--jsonl", "--max-tokens", "2", "--ahead", "8", "--output", "watched", stdin="")
     assert result.exit_code == 0, result.output
     assert len(written) == 300

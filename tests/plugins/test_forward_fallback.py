@@ -13,14 +13,14 @@ transformers = pytest.importorskip("transformers")
 
 from torch import nn  # noqa: E402  # after the skips
 
-from treadle.errors import ModelError  # noqa: E402
-from treadle_plugins.execute.torch_executor.testing import (  # noqa: E402
+from support.tiny import (  # noqa: E402
     VOCAB_SIZE,
     Driver,
     tiny_config,
     tiny_executor,
     tiny_model,
 )
+from treadle.errors import ModelError  # noqa: E402
 from treadle_plugins.forward.fused.build import build  # noqa: E402
 from treadle_plugins.forward.fused.linear import cannot_pack  # noqa: E402
 from treadle_plugins.forward.spec import PackedForward  # noqa: E402

@@ -10,9 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from support.tiny import VOCAB_SIZE, tiny_config, tiny_model  # noqa: E402
 from treadle_plugins.execute.torch_executor import families, interface  # noqa: E402  # after the skips
 from treadle_plugins.execute.torch_executor.passes import PlainForward  # noqa: E402
-from treadle_plugins.execute.torch_executor.testing import VOCAB_SIZE, tiny_config, tiny_model  # noqa: E402
 from treadle_plugins.forward.fused import blocked, linear  # noqa: E402
 from treadle_plugins.forward.fused.build import Weights, build  # noqa: E402
 from treadle_plugins.forward.fused.linear import cannot_pack  # noqa: E402

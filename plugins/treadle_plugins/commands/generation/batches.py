@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from treadle.commands.generation.interrupts import Interrupt
-from treadle.commands.generation.prompts import Ask, Item, Messages, Problem
 from treadle.engine import Engine
 from treadle.errors import InvalidRequest, TreadleError
 from treadle.handles import Chunk, Completion, Handle
 from treadle.request import FinishReason
+from treadle_plugins.commands.generation.interrupts import Interrupt
+from treadle_plugins.commands.generation.prompts import Ask, Item, Messages, Problem
 
 PAUSE_S = 0.1
 """Longest sleep between two looks at Ctrl-C and at standard input."""

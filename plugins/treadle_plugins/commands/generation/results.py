@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, BinaryIO, TextIO
 
-from treadle.commands.generation.batches import Result
-from treadle.commands.generation.prompts import Ask
 from treadle.errors import ConfigError, TreadleError
 from treadle.handles import Completion
 from treadle.plan import TokenLogprobs
 from treadle.request import FinishReason
+from treadle_plugins.commands.generation.batches import Result
+from treadle_plugins.commands.generation.prompts import Ask
 
 
 class Output:

@@ -12,8 +12,8 @@ import click
 from treadle.cli import INTERRUPTED, Common, common_options
 
 if TYPE_CHECKING:
-    from treadle.commands.generation.inputs import Inputs
-    from treadle.commands.generation.prompts import Ask
+    from treadle_plugins.commands.generation.inputs import Inputs
+    from treadle_plugins.commands.generation.prompts import Ask
 
 STDIN = "-"
 SAMPLING = (
@@ -73,8 +73,8 @@ def generate(common: Common, /, prompts: tuple[str, ...], **options: Any) -> Non
 
 def _inputs(prompts: Sequence[str], options: dict[str, Any]) -> Inputs:
     """Sort out what was given. Raises click.UsageError and InvalidRequest."""
-    from treadle.commands.generation.inputs import Inputs
-    from treadle.commands.generation.prompts import Defaults
+    from treadle_plugins.commands.generation.inputs import Inputs
+    from treadle_plugins.commands.generation.prompts import Defaults
 
     texts = tuple(prompt for prompt in prompts if prompt != STDIN)
     files = (*options["files"], *(STDIN for prompt in prompts if prompt == STDIN))
@@ -108,11 +108,11 @@ def _check_output(output: str | None, files: Sequence[str]) -> None:
 
 def _run(common: Common, inputs: Inputs, ask: Ask | None, options: dict[str, Any]) -> None:
     """Load the model and serve. Raises click.exceptions.Exit with what was not well."""
-    from treadle.commands.generation.batches import Encoder
-    from treadle.commands.generation.interrupts import Interrupt
-    from treadle.commands.generation.results import Figures, Output, Progress
-    from treadle.commands.generation.session import Session
     from treadle.engine import Engine
+    from treadle_plugins.commands.generation.batches import Encoder
+    from treadle_plugins.commands.generation.interrupts import Interrupt
+    from treadle_plugins.commands.generation.results import Figures, Output, Progress
+    from treadle_plugins.commands.generation.session import Session
 
     settings = common.settings()
     figures = Figures()
