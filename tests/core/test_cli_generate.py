@@ -106,6 +106,36 @@ def test_sampling_options_reach_the_request() -> None:
     assert by_text["text"] == greedy["text"][:1]
 
 
+def test_an_answer_ends_after_512_tokens_and_one_line_says_so() -> None:
+    result = run("Hi")
+    assert result.exit_code == 0, result.stderr
+    assert len(result.stdout) == 513
+    assert result.stderr.splitlines()[-1] == (
+        "note: 1 answer was cut at 512 new tokens (finish_reason length); --max-tokens lets more come"
+    )
+    several = run("--jsonl", "Hi", "Ho", "--stats", stdin="")
+    assert [len(row["token_ids"]) for row in rows(several.stdout)] == [512, 512]
+    assert {row["finish_reason"] for row in rows(several.stdout)} == {"length"}
+    assert several.stderr.count("note: 2 answers were cut at 512 new tokens") == 1
+
+
+def test_whoever_asks_gets_more_or_less_and_no_note() -> None:
+    for most in (3, 540):
+        result = run("--raw", "Hi", "--max-tokens", str(most))
+        assert (len(result.stdout), result.stderr) == (most + 1, "")
+    by_line = rows(run("--jsonl", stdin=lines({"tokens": [1, 2], "max_tokens": 530}, {"tokens": [1, 2], "min_tokens": 520})).stdout)
+    assert [len(row["token_ids"]) for row in by_line] == [530, 520]
+
+
+def test_a_long_prompt_gets_what_the_model_holds_and_no_note() -> None:
+    """The model holds 600 tokens: the default may not make a request too large."""
+    result = run("--jsonl", stdin=lines({"tokens": [1] * 595}, {"tokens": [1] * 600}))
+    short, refused = rows(result.stdout)
+    assert (len(short["token_ids"]), short["finish_reason"]) == (5, "length")
+    assert "at least one output token needs 601 tokens" in refused["error"]
+    assert "note:" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -42,7 +42,7 @@ def widened(rows: Sequence[Row], slot: str, names: Sequence[str]) -> list[Row]:
 
 
 REGISTRY = Registry.installed()
-ATTENTION = [name for name in REGISTRY.names("attention") if name in ("auto", "torch", "numba")]
+ATTENTION = [name for name in REGISTRY.names("attention") if name in ("auto", "torch", "cpu")]
 """Those that serve any processor."""
 ROWS = widened(covering_rows(REGISTRY), "attention", ATTENTION)
 

@@ -108,7 +108,7 @@ def quantized(name: str) -> st.SearchStrategy[dict[str, Any]]:
 
 CASES = {
     **{name: ("torch", quantized(name)) for name in REGISTRY.names("quantize")},
-    "compiled": ("numba", st.sampled_from(COMPILED)),
+    "compiled": ("cpu", st.sampled_from(COMPILED)),
 }
 """Attention backends with the codecs that they are tried with. Mere draws would not give each its share of the examples."""
 

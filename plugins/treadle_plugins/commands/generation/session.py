@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treadle.engine import Engine
+from treadle import Engine
 from treadle.errors import TreadleError
 from treadle_plugins.commands.generation.batches import Batch, Encoder, Result, stream, submit
 from treadle_plugins.commands.generation.inputs import Inputs
