@@ -81,7 +81,7 @@ from click.testing import CliRunner
 from treadle.cli import cli
 assert CliRunner().invoke(cli, ["plugins"]).exit_code == 0
 assert "treadle.commands.plugins" in sys.modules
-assert "treadle.commands.generate" not in sys.modules
+assert "treadle_plugins.commands.generate" not in sys.modules
 """
     python(program)
 
@@ -245,7 +245,7 @@ def test_plugins_lists_offers_without_importing_them() -> None:
     assert by_name["admit", "continuous"]["default"] is True
     assert "did you mean 'admit'?" in by_name["admitt", "typo"]["problem"]
     assert by_name["plugin", "watch"]["problem"] == "unusable: offered more than once"
-    assert by_name["command", "generate"]["source"] == "treadle.commands.generate:generate"
+    assert by_name["command", "generate"]["source"] == "treadle_plugins.commands.generate:generate"
     text = run("plugins", common=common).stdout
     for part in ("* continuous", "loom:Mine", "offered more than once", "did you mean 'admit'?"):
         assert part in text
