@@ -83,9 +83,12 @@ class Watch:
         self.num_reused_tells += 1
 
     @hookimpl
-    def step_finished(self, step: Step, report: StepReport) -> None:
+    def step_finished(self, report: StepReport) -> None:
         self.running.append(report.num_running + sum(request.batch is not None for request in report.finished))
         self.num_waited += report.num_waiting
+
+    @hookimpl
+    def step_committed(self, step: Step) -> None:
         self.num_urgent += len(self._victims)
         self.num_in_vain += sum(request.batch != step.number for request in self._victims)
         self._victims.clear()
