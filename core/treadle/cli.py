@@ -30,6 +30,15 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+OWN_PACKAGE = "treadle"
+COMMAND_GROUPS = {
+    "Run": ("generate",),
+    "Inspect": ("explain", "plugins", "portrait"),
+    "Configure": ("calibrate", "config"),
+    "Measure": ("bench-baseline", "bench-core", "bench-speed", "codec-table"),
+}
+"""Titles of `treadle --help`, in order, and which of our own commands stand under them."""
+OTHERS, FROM_PLUGINS = "Other", "From plugins"
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -209,11 +218,22 @@ class CommandGroup(click.Group):
             rows += [(name, command.get_short_help_str(80)) for name, command in common.plugin_commands().items()]
         except TreadleError as error:
             problem = f"Commands of plugins cannot be listed: {error}"
-        with formatter.section("Commands"):
-            formatter.write_dl(sorted(rows))
+        for title, entries in _grouped(common, rows):
+            with formatter.section(title):
+                formatter.write_dl(entries)
         if problem:
             formatter.write_paragraph()
             formatter.write_text(problem)
+
+
+def _grouped(common: Common, rows: Sequence[tuple[str, str]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Our own commands by what they are for, and those of other packages and of plugins behind them."""
+    own = {offer.name for offer in common.registry if offer.kind == "command" and offer.package.split()[0] == OWN_PACKAGE}
+    title_of = {name: title for title, names in COMMAND_GROUPS.items() for name in names}
+    found: dict[str, list[tuple[str, str]]] = {title: [] for title in (*COMMAND_GROUPS, OTHERS, FROM_PLUGINS)}
+    for row in sorted(rows):
+        found[title_of.get(row[0], OTHERS) if row[0] in own else FROM_PLUGINS].append(row)
+    return ((title, entries) for title, entries in found.items() if entries)
 
 
 def _load(offer: Offer) -> click.Command:
