@@ -123,9 +123,8 @@ def test_whoever_asks_gets_more_or_less_and_no_note() -> None:
     for most in (3, 540):
         result = run("--raw", "Hi", "--max-tokens", str(most))
         assert (len(result.stdout), result.stderr) == (most + 1, "")
-    by_line = rows(
-        run("--jsonl", stdin=lines({"tokens": [1, 2], "max_tokens": 530}, {"tokens": [1, 2], "min_tokens": 520})).stdout
-    )
+    asked = lines({"tokens": [1, 2], "max_tokens": 530}, {"tokens": [1, 2], "min_tokens": 520})
+    by_line = rows(run("--jsonl", stdin=asked).stdout)
     assert [len(row["token_ids"]) for row in by_line] == [530, 520]
 
 
