@@ -284,10 +284,11 @@ class Scheduler:
         return bool(granted) and self._place_and_start(step, request, match, granted)
 
     def _place_and_start(self, step: Step, request: LiveRequest, match: Match, granted: int) -> bool:
+        num_cached = request.num_cached_tokens
         num_tokens = self._placement.enter(step, request, match, granted)
         if not num_tokens:
             return False
-        if not match.block_ids:
+        if request.num_cached_tokens == num_cached:
             self._hook.prefix_matched(step=step, request=request, block_ids=(), num_tokens=0)
         self._queues.start(step, request)
         self._add_work(step, request, num_tokens)
