@@ -371,6 +371,7 @@ class Scheduler:
     ) -> list[tuple[LiveRequest, Preemption]]:
         """Who gives way, so that all of what is lacking is there; nobody when that cannot be. They are chosen, nothing more."""
         victims: list[tuple[LiveRequest, Preemption]] = []
+        matched = set(match.block_ids)
         num_freed = 0
         while num_freed < num_short or not victims:
             may_swap = self._kv_cache.swap_space.num_blocks > 0
@@ -381,7 +382,7 @@ class Scheduler:
             victims.append((answer.victim, answer))
             self.giving_way.add(answer.victim)
             num_freed = self._kv_cache.num_freed(
-                ((victim, p.num_blocks, p.mode is PreemptionMode.SWAP) for victim, p in victims), match.block_ids
+                ((victim, p.num_blocks, p.mode is PreemptionMode.SWAP) for victim, p in victims), matched
             )
         return victims
 
