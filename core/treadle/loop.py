@@ -93,7 +93,8 @@ class Loop:
             pass  # closed between two steps, or failed: then everybody has been told
         except BaseException as error:
             log.error("stepping_stopped", error=f"{type(error).__name__}: {error}")
-            self._give_up(error)
+            with self.turn("giving up"):
+                self._give_up(error)
         finally:
             self._thread = None
 

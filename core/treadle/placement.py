@@ -63,6 +63,9 @@ class Placement:
             if not self._queues.running:
                 self._rules.no_room_found(self._pool.blocks_for(request.num_tokens))
             return 0
+        if match.block_ids and self._pool.record(match.block_ids[0]) is None:
+            # they went with a block that they follow, which was evicted: the request holds a copy of its own of that one
+            return self.enter(step, request, Match(), granted)
         if match.block_ids:
             self._kv_cache.share(step, request, match.block_ids)
         if block_ids:

@@ -499,11 +499,11 @@ class LiveRequest(Request):
         return self._watchers
 
     def publish_end(self, error: Exception) -> tuple[Callable[[], None], ...]:
-        """Let others see an end though its state cannot be trusted any more: nobody waits for ever."""
-        num_output, end = self._progress
-        if end is None:
-            self.count(finished_s=self._figures.finished_s or self._figures.arrival_s)
-            self._progress = (num_output, End(FinishReason.ERROR, error))
+        """Let others see its end, or this error where its state cannot be trusted any more: nobody waits for ever."""
+        if self._end is not None:
+            return self.publish()
+        self.count(finished_s=self._figures.arrival_s)
+        self._progress = (self._progress[0], End(FinishReason.ERROR, error))
         return self._watchers
 
     def watch(self, watcher: Callable[[], None]) -> None:

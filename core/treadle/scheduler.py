@@ -295,10 +295,11 @@ class Scheduler:
         return bool(granted) and self._place_and_start(step, request, match, granted)
 
     def _place_and_start(self, step: Step, request: LiveRequest, match: Match, granted: int) -> bool:
+        num_cached = request.num_cached_tokens
         num_tokens = self._placement.enter(step, request, match, granted)
         if not num_tokens:
             return False
-        if not match.block_ids:
+        if request.num_cached_tokens == num_cached:
             self._hook.prefix_matched(step=step, request=request, block_ids=(), num_tokens=0)
         self._queues.start(step, request)
         self._add_work(step, request, num_tokens)
@@ -381,6 +382,7 @@ class Scheduler:
     ) -> list[tuple[LiveRequest, Preemption]]:
         """Who gives way, so that all of what is lacking is there; nobody when that cannot be. They are chosen, nothing more."""
         victims: list[tuple[LiveRequest, Preemption]] = []
+        matched = set(match.block_ids)
         num_freed = 0
         while num_freed < num_short or not victims:
             may_swap = self._kv_cache.swap_space.num_blocks > 0
@@ -391,7 +393,7 @@ class Scheduler:
             victims.append((answer.victim, answer))
             self.giving_way.add(answer.victim)
             num_freed = self._kv_cache.num_freed(
-                ((victim, p.num_blocks, p.mode is PreemptionMode.SWAP) for victim, p in victims), match.block_ids
+                ((victim, p.num_blocks, p.mode is PreemptionMode.SWAP) for victim, p in victims), matched
             )
         return victims
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from treadle import Admission, Match, NotBefore, Open, Preemption, Request, SamplingParams, Step, hookimpl
+from treadle import Admission, Match, NotBefore, Open, Phase, Preemption, Request, SamplingParams, Step, hookimpl
 from treadle.testing import FakeExecutor, drain_checked
 
 BLOCK = 16
@@ -265,3 +265,55 @@ def test_the_gate_is_asked_once_a_step_unless_somebody_gave_up_a_place(build: An
     assert len(gate.answers) - asked <= 4
     low.cancel()
     drain_checked(engine)
+
+
+# --- what is matched and then lost ------------------------------------------------------------------------------------------------
+
+
+class Chunks:
+    """Chunks by name; `b` gives way by one block, and then waits as long as `c` runs."""
+
+    name = "chunks"
+    may_shrink = True
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+
+    @hookimpl
+    def budget(self) -> Chunks:
+        return self
+
+    def take(self, request: Request, wanted: int) -> int:
+        return min(wanted, self.sizes.get(request.id, wanted))
+
+    @hookimpl
+    def preempt(self, step: Step) -> Preemption | None:
+        return next((Preemption(victim, num_blocks=1) for victim in step.victims() if victim.id == "b"), None)
+
+    @hookimpl
+    def admit(self, step: Step, request: Request) -> Admission:
+        held_back = request.num_preempted and any(other.id == "c" for other in step.running)
+        return Admission.SKIP if held_back else Admission.START
+
+
+def test_a_match_may_go_with_a_block_that_the_request_has_a_copy_of(build: Any, assert_right: Any) -> None:
+    """`b` computed its first block beside an equal one of `a`, on which the match rests, and which nobody protects."""
+    chunks = Chunks()
+    engine = build(chunks, Watch(), num_blocks=7, prefix="hash_chain", evict="lru")
+    prompt = list(range(1, 100))
+    c = engine.submit(range(100, 128), SamplingParams(max_tokens=9), request_id="c")
+    engine.step()
+    chunks.sizes = {"a": 1, "b": 12}
+    a = engine.submit(prompt[:48], SamplingParams(max_tokens=1), request_id="a", pin_s=0.0045)
+    b = engine.submit(prompt, SamplingParams(max_tokens=2), request_id="b")
+    engine.step()
+    del chunks.sizes["a"]
+    engine.step()
+    assert a.finished
+    chunks.sizes["b"] = 1
+    while b.request.phase is not Phase.PREEMPTED:
+        engine.step()
+    assert b.request.num_computed == BLOCK
+    chunks.sizes.clear()
+    drain_checked(engine)
+    assert_right([a, b, c])
