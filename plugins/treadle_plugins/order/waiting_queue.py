@@ -22,7 +22,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[Request, Entry] = {}
         self._num_readers = 0
 
     def __len__(self) -> int:
@@ -31,12 +31,12 @@ class WaitingQueue:
     def add(self, request: Request, key: float) -> None:
         """Queue `request`; among equal keys the earlier submission comes first."""
         entry = (key, request.sequence, request)
-        self._entries[request.id] = entry
+        self._entries[request] = entry
         heapq.heappush(self._heap, entry)
 
     def discard(self, request: Request) -> None:
         """Forget `request`. Its entry stays in the heap until it comes up."""
-        self._entries.pop(request.id, None)
+        self._entries.pop(request, None)
         # not while somebody reads: what was read already would come up again
         if not self._num_readers and len(self._heap) > 64 and len(self._heap) > 4 * len(self._entries):
             self._heap = list(self._entries.values())
@@ -44,7 +44,7 @@ class WaitingQueue:
 
     def first(self) -> Request | None:
         """The first request, or None."""
-        while self._heap and self._entries.get(self._heap[0][2].id) is not self._heap[0]:
+        while self._heap and self._entries.get(self._heap[0][2]) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
@@ -55,13 +55,13 @@ class WaitingQueue:
         try:
             while self._heap:
                 entry = heapq.heappop(self._heap)
-                if self._entries.get(entry[2].id) is entry:
+                if self._entries.get(entry[2]) is entry:
                     passed.append(entry)
                     yield entry[2]
         finally:
             self._num_readers -= 1
             for entry in passed:
-                if self._entries.get(entry[2].id) is entry:
+                if self._entries.get(entry[2]) is entry:
                     heapq.heappush(self._heap, entry)
 
 

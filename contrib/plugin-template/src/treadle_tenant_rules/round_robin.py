@@ -50,7 +50,7 @@ class RoundRobin:
     def __init__(self, settings: RoundRobinSettings) -> None:
         self._settings = settings
         self._heap: list[Entry] = []
-        self._waiting: dict[str, Entry] = {}
+        self._waiting: dict[Request, Entry] = {}
         self._num_waiting: Counter[str] = Counter()
         self._last_turn: dict[str, float] = {}
         self._started_turn = 0.0
@@ -86,7 +86,7 @@ class RoundRobin:
     @hookimpl
     def request_finished(self, request: Request) -> None:
         """It waits no more, if it did."""
-        if request.id in self._waiting:
+        if request in self._waiting:
             self._remove(request)
 
     @hookimpl
@@ -96,7 +96,7 @@ class RoundRobin:
         try:
             while self._heap:
                 entry = heapq.heappop(self._heap)
-                if self._waiting.get(entry[2].id) is entry:
+                if self._waiting.get(entry[2]) is entry:
                     passed.append(entry)
                     yield entry[2]
         finally:
@@ -108,13 +108,13 @@ class RoundRobin:
 
     def _add(self, request: Request) -> None:
         entry = (request.stash[TURN], request.sequence, request)
-        self._waiting[request.id] = entry
+        self._waiting[request] = entry
         self._num_waiting[self._tenant(request)] += 1
         heapq.heappush(self._heap, entry)
 
     def _remove(self, request: Request) -> None:
         """Its entry stays in the heap until it comes up."""
-        del self._waiting[request.id]
+        del self._waiting[request]
         tenant = self._tenant(request)
         self._num_waiting[tenant] -= 1
         if not self._num_waiting[tenant]:

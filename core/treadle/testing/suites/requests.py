@@ -122,32 +122,32 @@ class OrderSpy:
 
     def __init__(self) -> None:
         self.lists: list[list[Seen]] = []
-        self._waiting: dict[str, Request] = {}
+        self._waiting: dict[Request, None] = {}
 
     @hookimpl
     def request_queued(self, request: Request) -> None:
         """It waits."""
-        self._waiting[request.id] = request
+        self._waiting[request] = None
 
     @hookimpl
     def request_preempted(self, request: Request) -> None:
         """It waits again."""
-        self._waiting[request.id] = request
+        self._waiting[request] = None
 
     @hookimpl
     def request_admitted(self, request: Request) -> None:
         """It waits no more."""
-        self._waiting.pop(request.id, None)
+        self._waiting.pop(request, None)
 
     @hookimpl
     def request_resumed(self, request: Request) -> None:
         """It waits no more."""
-        self._waiting.pop(request.id, None)
+        self._waiting.pop(request, None)
 
     @hookimpl
     def request_finished(self, request: Request) -> None:
         """It waits no more."""
-        self._waiting.pop(request.id, None)
+        self._waiting.pop(request, None)
 
     @hookimpl(wrapper=True)
     def order(self, step: Step) -> Generator[None, Iterable[Request] | None, Iterator[Request]]:
@@ -155,10 +155,11 @@ class OrderSpy:
         answer = yield
         requests = list(answer or ())
         ids = [request.id for request in requests]
-        assert len(set(ids)) == len(ids), f"a request comes twice: {ids}"
-        strangers = [i for i in ids if i not in self._waiting]
+        assert len(set(requests)) == len(requests), f"a request comes twice: {ids}"
+        strangers = [request.id for request in requests if request not in self._waiting]
         assert not strangers, f"{strangers} do not wait"
-        kept_back = [r.id for r in self._waiting.values() if r.id not in ids and step.now - r.arrival_s > self.patience_s]
+        left_out = self._waiting.keys() - set(requests)
+        kept_back = [request.id for request in left_out if step.now - request.arrival_s > self.patience_s]
         assert not kept_back, f"{kept_back} wait for more than {self.patience_s} s and are not yielded"
         self.lists.append([Seen(request) for request in requests])
         return iter(requests)
