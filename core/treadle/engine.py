@@ -326,7 +326,7 @@ class Engine:
             self._untold.popleft()
 
     def _publish_meanwhile(self) -> None:
-        """Publish while a pass is computed: it is waited for whatever comes, since who catches an interrupt may launch the next."""
+        """Publish while a pass is computed. It is waited for whatever comes: who catches an interrupt may launch the next one."""
         try:
             self._publish()
         except BaseException:
@@ -412,7 +412,7 @@ class Engine:
         return self
 
     def close(self) -> None:
-        """End every request that is under way, stop, and give the model back. May be called twice, also where it was interrupted."""
+        """End every request that is under way, stop, and give the model back. May be called again, also after an interrupt."""
         self._loop.check_caller("close()")
         self._inbox.close("it was closed")
         self._loop.close()

@@ -266,13 +266,13 @@ class Hooks:
         ...         self.waiting = {}
         ...     @hookimpl
         ...     def request_queued(self, step, request):
-        ...         self.waiting[request] = request.prompt_length
+        ...         self.waiting[request] = None
         ...     @hookimpl
         ...     def request_admitted(self, step, request):
         ...         del self.waiting[request]
         ...     @hookimpl
         ...     def order(self, step):
-        ...         return sorted(self.waiting, key=self.waiting.get, reverse=True)
+        ...         return sorted(self.waiting, key=lambda r: -r.prompt_length)
         >>> done = play(LongestPromptFirst(), prompts=[[1], [2, 2], [3, 3, 3]], max_batch_size=1)
         >>> done[2].first_token_s < done[1].first_token_s < done[0].first_token_s
         True

@@ -115,7 +115,7 @@ def test_a_full_swap_space_changes_nothing(cache: KVCache, step: Step) -> None:
 
 
 def test_what_would_be_freed_is_what_swap_space_has_room_for(cache: KVCache, step: Step) -> None:
-    """The third finds swap space full, and gives up its last two blocks as they are; by swap it would be two and the reserved one."""
+    """The third finds swap space full, and gives up its last two blocks; by swap it would be two and the reserved one."""
     requests = [_computed(cache, step, (0, 1, 2), name="first")]
     for block_ids in ((3, 4), (5, 6, 7)):
         requests.append(_request(14))

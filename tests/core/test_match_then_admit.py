@@ -267,7 +267,7 @@ def test_the_gate_is_asked_once_a_step_unless_somebody_gave_up_a_place(build: An
     drain_checked(engine)
 
 
-# --- what is matched and then lost ------------------------------------------------------------------------------------------------
+# --- what is matched and then lost ----------------------------------------------------------------------------------------------
 
 
 class Chunks:
