@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
-
-sys.path.insert(0, str(Path(__file__).parent))
-from generate import fill_in
 
 project = "Treadle"
 author = "the Treadle authors"
@@ -63,11 +58,5 @@ def _after_paragraph(lines: list[str]) -> bool:
     return not paragraph.endswith("::") and not paragraph.startswith((" ", "- ", ".. "))
 
 
-def fill_in_page(app: Sphinx, name: str, source: list[str]) -> None:  # noqa: ARG001  # the signature of Sphinx's `source-read`
-    """Put generated tables into a page before it is parsed."""
-    source[0] = fill_in(source[0])
-
-
 def setup(app: Sphinx) -> None:
-    app.connect("source-read", fill_in_page)
     app.connect("autodoc-process-docstring", keep_pictures)

@@ -1,17 +1,20 @@
-"""Tables that are made from the code when the site is built, so that they cannot differ from it.
+"""Parts of pages that are made from the code, so that they cannot differ from it.
 
-A line `<!-- generated: NAME -->` of a page is replaced by what the function of that name returns.
+A part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`, and is committed with its page. `python
+docs/generate.py` says which pages are out of date, `python docs/generate.py --write` brings them up to date; a test runs the first.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
-from types import UnionType
+from pathlib import Path
+from types import FunctionType, UnionType
 from typing import Any, Literal
 
 import click
@@ -19,13 +22,22 @@ from click.testing import CliRunner
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+import treadle
+from treadle import testing
 from treadle.cli import cli
+from treadle.hook_changes import CHANGES
 from treadle.hookspecs import Hooks
 from treadle.registry import Offer, Registry, Slot
 from treadle.settings import ENV_PREFIX, Root
 from treadle.testing import suites as contract_suites
 
-MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+MARK = re.compile(r"^<!-- generated: (\w+) -->\n.*?^<!-- end of \1 -->$", re.MULTILINE | re.DOTALL)
 PACKAGE = "treadle"
 TYPE_NAMES = {
     "str": "text",
@@ -38,8 +50,24 @@ TYPE_NAMES = {
 
 
 def fill_in(page: str) -> str:
-    """The page with every mark replaced."""
-    return MARK.sub(lambda mark: PARTS[mark[1]](), page)
+    """The page with every generated part as it should be now."""
+    return MARK.sub(lambda mark: f"<!-- generated: {mark[1]} -->\n\n{PARTS[mark[1]]()}\n\n<!-- end of {mark[1]} -->", page)
+
+
+def pages() -> list[Path]:
+    """Pages with a generated part."""
+    found = (page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)
+    return sorted(page for page in found if MARK.search(page.read_text(encoding="utf-8")))
+
+
+def main(arguments: list[str]) -> int:
+    """Say which pages are out of date, and with `--write` bring them up to date."""
+    stale = [page for page in pages() if fill_in(text := page.read_text(encoding="utf-8")) != text]
+    for page in stale:
+        if "--write" in arguments:
+            page.write_text(fill_in(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(page.relative_to(ROOT), "written" if "--write" in arguments else "is out of date; run docs/generate.py --write")
+    return 1 if stale and "--write" not in arguments else 0
 
 
 def strategies() -> str:
@@ -84,13 +112,99 @@ def suites() -> str:
     return _table(["suite", "promises"], [row for row in rows if row[0].endswith("Suite`") and row[0] != "`StrategySuite`"])
 
 
+def hooks() -> str:
+    """Every hook of the core."""
+    return "\n\n".join(_hook(function) for function in _hooks_of(Hooks))
+
+
+def torch_hooks() -> str:
+    """Every hook that the torch executor brings."""
+    specs = Registry.installed().find("execute", "torch", "the documentation").load().hookspecs
+    return "\n\n".join(_hook(function) for function in _hooks_of(specs))
+
+
+def hook_changes() -> str:
+    """What changed from one hook version to the next."""
+    hooks = [change for change in CHANGES if not change.what.startswith("treadle_plugins.")]
+    modules = [change for change in CHANGES if change.what.startswith("treadle_plugins.")]
+    return "\n\n".join(
+        [
+            _table(["version", "hook", "what was, what is, what to do"], [[str(c.version), f"`{c.what}`", c.do] for c in hooks]),
+            _table(["version", "folder", "now"], [[str(c.version), f"`{c.what}`", c.do.split(": ", 1)[1]] for c in modules]),
+        ]
+    )
+
+
+def names() -> str:
+    """What `treadle` and `treadle.testing` export."""
+    rows = [
+        [f"`{name}`", f"`{treadle._HOME[name]}`", _first_sentence(getattr(treadle, name))] for name in sorted(treadle.__all__)
+    ]
+    for name in sorted(testing.__all__):
+        value = getattr(testing, name)
+        rows.append([f"`testing.{name}`", f"`{value.__module__}`", _first_sentence(value)])
+    return _table(["name", "defined in", "what it is"], rows)
+
+
+def rooms() -> str:
+    """The core's modules, each by the first line of its docstring."""
+    paths = [path for path in sorted((ROOT / "core" / "treadle").glob("*.py")) if not path.stem.startswith("_")]
+    rows = [[f"`{path.name}`", _first_sentence(importlib.import_module(f"treadle.{path.stem}"))] for path in paths]
+    return _table(["file", "what it is"], rows)
+
+
+def import_exceptions() -> str:
+    """Imports from one family of plugins to another that import-linter lets pass."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    rows: dict[str, list[str]] = {}
+    for exception in (line for contract in contracts for line in contract.get("ignore_imports", ())):
+        importer, imported = (name.removeprefix("treadle_plugins.").removesuffix(".**") for name in exception.split(" -> "))
+        if imported not in rows.setdefault(importer, []):
+            rows[importer].append(imported)
+    return _table(["who", "may import"], [[f"`{who}`", ", ".join(f"`{name}`" for name in what)] for who, what in rows.items()])
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "strategies": strategies,
     "configuration": configuration,
     "command_line": command_line,
     "rules": rules,
     "suites": suites,
+    "hooks": hooks,
+    "torch_hooks": torch_hooks,
+    "hook_changes": hook_changes,
+    "names": names,
+    "rooms": rooms,
+    "import_exceptions": import_exceptions,
 }
+
+
+def _hooks_of(specs: type) -> list[FunctionType]:
+    return [hook for hook in vars(specs).values() if inspect.isfunction(hook) and hasattr(hook, "treadle_spec")]
+
+
+def _hook(function: FunctionType) -> str:
+    """A section: how the hook is written, what its docstring says, and its example."""
+    arguments = inspect.signature(function)
+    shown = ", ".join(str(parameter) for parameter in arguments.parameters.values()).replace("'", "")
+    kind = "decide" if getattr(function, "treadle_spec")["firstresult"] else "tell"  # noqa: B009  # set by the marker
+    text, _, example = (inspect.getdoc(function) or "").partition("\n>>> ")
+    about = re.sub(r"^(Called|Returns|Rules|Cost):", r"**\1:**", text.strip(), flags=re.MULTILINE)
+    about = re.sub(r"^(\*\*Rules:\*\*)\n", r"\1\n\n", about, flags=re.MULTILINE)
+    about = re.sub(r"^ +- ", "- ", about, flags=re.MULTILINE)
+    returned = str(arguments.return_annotation).replace("'", "")
+    parts = [f"### {function.__name__}", f"```text\n{function.__name__}({shown}) -> {returned}\n```", f"A *{kind}* hook. {about}"]
+    if example:
+        parts.append(f"```text\n>>> {example.strip()}\n```")
+    return "\n\n".join(parts)
+
+
+def _first_sentence(value: object) -> str:
+    if value is treadle.hookimpl:
+        return "Marks a method as the implementation of the hook of that name."  # pluggy's own docstring differs by release
+    text = " ".join((inspect.getdoc(value) or "").split("\n\n", 1)[0].split())
+    return re.split(r"(?<=[.])\s", text, maxsplit=1)[0]
 
 
 def _slot(slot: Slot, registry: Registry) -> str:
@@ -177,3 +291,7 @@ def _help(command: click.Command, words: list[str]) -> Iterable[str]:
             found = command.get_command(context, name)
             if found is not None:
                 yield from _help(found, [*words, name])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

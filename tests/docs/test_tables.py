@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -62,15 +62,27 @@ def test_settings_that_the_guide_names_exist() -> None:
             assert any(model and setting in model.model_fields for model in models), f"{slot}.{setting}"
 
 
-def test_each_generated_part_is_on_a_page_and_holds_a_table_or_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    import generate
-
+def test_each_generated_part_is_on_one_page_and_up_to_date(generate: ModuleType) -> None:
     marks: list[str] = []
     for page in (ROOT / "docs").rglob("*.md"):
         text = page.read_text(encoding="utf-8")
         marks += generate.MARK.findall(text)
-        assert "<!-- generated:" not in generate.fill_in(text), page
+        assert text.count("<!-- generated:") == len(generate.MARK.findall(text)), f"{page}: a part without its end"
+        assert generate.fill_in(text) == text, f"{page} is out of date; run `python docs/generate.py --write`"
     assert sorted(marks) == sorted(generate.PARTS)
-    assert "| `admit` | does not hold a request back without a time while nothing runs |" in generate.rules()
-    del sys.modules["generate"]
+
+
+def test_a_part_that_is_out_of_date_is_found_and_written(
+    generate: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text("# Page\n\n<!-- generated: suites -->\nold\n<!-- end of suites -->\n\nWords.\n")
+    monkeypatch.setattr(generate, "ROOT", tmp_path)
+    assert generate.main([]) == 1
+    assert "old" in page.read_text()
+    assert generate.main(["--write"]) == 0
+    assert generate.main([]) == 0
+    written = page.read_text()
+    assert "| `OrderSuite` |" in written
+    assert written.endswith("<!-- end of suites -->\n\nWords.\n")
