@@ -1,7 +1,7 @@
 """Parts of pages that are made from the code, so that they cannot differ from it.
 
 A part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`, and is committed with its page. `python
-docs/generate.py` says which pages are out of date, `python docs/generate.py --write` brings them up to date; a test runs the first.
+docs/generate.py` says which pages are out of date, `python docs/generate.py --write` brings them up to date; a test runs it.
 """
 
 from __future__ import annotations
