@@ -434,6 +434,23 @@ def test_a_hook_that_steps_or_waits_is_told_so(call: str, started: bool, build: 
     assert_right([later])
 
 
+def test_a_stream_that_a_callback_cannot_read_is_not_given_up(build: Any, assert_right: Any) -> None:
+    engine = build()
+    handle = engine.submit([1], SamplingParams(max_tokens=4))
+    told: list[type[BaseException]] = []
+
+    def read() -> None:
+        try:
+            list(handle.stream())
+        except WrongCall as error:
+            told.append(type(error))
+
+    handle.on_progress(read)
+    drain_checked(engine)
+    assert told
+    assert_right([handle])
+
+
 def test_many_threads_that_start_start_one(build: Any) -> None:
     for _ in range(10):
         engine = build()
