@@ -314,7 +314,7 @@ class Executor(Protocol):
     def clock(self) -> Clock: ...
 
     def open_pool(self, spec: PoolSpec) -> PoolSize:
-        """Make room for KV. Called once, before the first `run`. Raises ConfigError when it cannot."""
+        """Make room for KV. Called once, before the first `launch`. Raises ConfigError when it cannot."""
         ...
 
     @property

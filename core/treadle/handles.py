@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from treadle.errors import WrongCall
 from treadle.loop import Loop
 from treadle.plan import FinishReason, TokenLogprobs
 from treadle.request import Counted, Figures, LiveRequest, Request
@@ -117,6 +118,9 @@ class Handle:
                 chunk = reader.read()
                 if chunk is not None:
                     yield chunk
+        except WrongCall:
+            reader.ended = True  # read in a hook by mistake, not given up
+            raise
         finally:
             if not reader.ended:
                 self.cancel()

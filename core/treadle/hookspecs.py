@@ -112,7 +112,7 @@ class Hooks:
     def propose(self, step: Step, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int] | None] | None:
         """Draft tokens that may follow, to be verified in the same pass.
 
-        Called: once in a step, for all running requests in decode, before the budget is taken, if any plugin implements it.
+        Called: once in a step, for all running requests in decode, before budget is taken for them, if any plugin implements it.
 
         Returns: for each of `requests` up to as many token ids as `most` says beside it, or None for no draft; None for no drafts
         at all. Drafts change how fast tokens come, never which.
@@ -311,8 +311,8 @@ class Hooks:
         """How many tokens each request gets in this step.
 
         Called: once at the start of a step's planning, and again when planning starts over because nobody could go on. The
-        answer's `take(request, wanted)` is then asked for running requests, in the order of their admission, then for waiting
-        ones as they start.
+        answer's `take(request, wanted)` is then asked for urgent requests that start in the place of others, for running
+        requests, in the order of their admission, then for waiting ones as they start.
 
         Returns: a Budget. When nobody answers, everyone gets what it wants.
 

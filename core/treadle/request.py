@@ -92,11 +92,11 @@ class RequestOptions:
     """Keep the prompt's full blocks from eviction for this many seconds, from the time they are computed."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
-            raise InvalidRequest(f"priority={self.priority!r} is not a whole number")
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool) or not -(2**63) <= self.priority < 2**63:
+            raise InvalidRequest(f"priority={self.priority!r} is not a whole number of 64 bits")
         for name in ("timeout_s", "pin_s"):
             value: object = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+            if value is not None and not _is_seconds(value):
                 raise InvalidRequest(f"{name}={value!r} is not a number of seconds above 0")
         for name in ("cache_salt", "adapter", "group"):
             value = getattr(self, name)
@@ -112,6 +112,13 @@ class RequestOptions:
         if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
             raise InvalidRequest(f"labels={labels!r} is not a mapping of texts to texts")
         object.__setattr__(self, "labels", Frozen(labels))
+
+
+def _is_seconds(value: object) -> bool:
+    """Whether it is above 0, and can be added to a clock time, for which a whole number may be too large."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return value > 0 and (isinstance(value, float) or value < 2**64)
 
 
 @dataclass(frozen=True)

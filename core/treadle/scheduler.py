@@ -170,7 +170,9 @@ class Scheduler:
         most = {
             request: left
             for request in self._queues.running
-            if request.num_pending == 1 and (left := request.max_total_tokens - request.num_tokens - 1) > 0
+            if request.num_pending == 1
+            and not request.planned_in(step.number)
+            and (left := request.max_total_tokens - request.num_tokens - 1) > 0
         }
         if not most:
             return
@@ -295,7 +297,8 @@ class Scheduler:
         return bool(granted) and self._place_and_start(step, request, match, granted)
 
     def _place_and_start(self, step: Step, request: LiveRequest, match: Match, granted: int) -> bool:
-        num_cached = request.num_cached_tokens
+        # who comes back from swap space looked for no match
+        num_cached = None if request.table.swapped else request.num_cached_tokens
         num_tokens = self._placement.enter(step, request, match, granted)
         if not num_tokens:
             return False

@@ -83,6 +83,9 @@ def test_names_of_groups_do_not_collide_with_those_of_callers(build: Any, assert
         ({"priority": "high"}, "priority='high'"),
         ({"timeout_s": -1}, "timeout_s=-1"),
         ({"timeout_s": True}, "timeout_s=True"),
+        ({"timeout_s": 10**400}, "timeout_s=1000"),
+        ({"pin_s": 10**400}, "pin_s=1000"),
+        ({"priority": 10**400}, "priority=1000"),
         ({"reuse": 1}, "reuse=1"),
         ({"pin_s": 1, "reuse": False}, "pin_s=1"),
         ({"adapter": "french"}, "adapter='french'"),
@@ -429,6 +432,23 @@ def test_a_hook_that_steps_or_waits_is_told_so(call: str, started: bool, build: 
     assert "hook" in str(error)
     later = engine.submit([3], SHORT)
     assert_right([later])
+
+
+def test_a_stream_that_a_callback_cannot_read_is_not_given_up(build: Any, assert_right: Any) -> None:
+    engine = build()
+    handle = engine.submit([1], SamplingParams(max_tokens=4))
+    told: list[type[BaseException]] = []
+
+    def read() -> None:
+        try:
+            list(handle.stream())
+        except WrongCall as error:
+            told.append(type(error))
+
+    handle.on_progress(read)
+    drain_checked(engine)
+    assert told
+    assert_right([handle])
 
 
 def test_many_threads_that_start_start_one(build: Any) -> None:

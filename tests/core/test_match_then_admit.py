@@ -236,6 +236,24 @@ def test_victims_give_way_together_or_not_at_all(build: Any, assert_right: Any) 
     assert_right([*low, urgent])
 
 
+def test_no_drafts_are_asked_for_who_started_in_the_place_of_others(build: Any, assert_right: Any) -> None:
+    planned: list[Request] = []
+
+    class Proposes:
+        @hookimpl
+        def propose(self, step: Step, requests: Sequence[Request]) -> None:
+            planned.extend(request for request in requests if request.planned_in(step.number))
+
+    engine, watch = _urgent(build, Proposes(), admit={"strategy": "continuous", "max_batch_size": 2})
+    low = [engine.submit([n], SamplingParams(max_tokens=9)) for n in range(2)]
+    engine.step()
+    urgent = engine.submit([5], SamplingParams(max_tokens=3), priority=5)
+    drain_checked(engine)
+    assert watch.told["preempted"]
+    assert not planned
+    assert_right([*low, urgent])
+
+
 class Gate:
     """A gate that opens once and then says for how long it is closed."""
 
@@ -265,6 +283,18 @@ def test_the_gate_is_asked_once_a_step_unless_somebody_gave_up_a_place(build: An
     assert len(gate.answers) - asked <= 4
     low.cancel()
     drain_checked(engine)
+
+
+def test_who_comes_back_from_swap_space_is_not_told_to_match_nothing(build: Any, assert_right: Any) -> None:
+    """A rate of hits would suffer by it: nothing was looked for."""
+    watch = Watch()
+    engine = build(watch, num_blocks=7, preempt="swap", executor=FakeExecutor(num_swap_blocks=8))
+    handles = [engine.submit([n] * 30, SamplingParams(max_tokens=40)) for n in range(3)]
+    drain_checked(engine)
+    done = assert_right(handles)
+    assert watch.told["preempted"]
+    assert all(completion.num_recomputed_tokens == 0 for completion in done), "all of them were swapped"
+    assert watch.told["matched"] == len(handles)
 
 
 # --- what is matched and then lost ----------------------------------------------------------------------------------------------
