@@ -1,7 +1,7 @@
 """Parts of pages that are made from the code, so that they cannot differ from it.
 
 A part stands between `<!-- generated: NAME -->` and `<!-- end of NAME -->`, and is committed with its page. `python
-docs/generate.py` says which pages are out of date, `python docs/generate.py --write` brings them up to date; a test runs it.
+docs/generate.py` says which pages are out of date, and with `--write` brings them up to date; a test runs the first.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from types import FunctionType, UnionType
 from typing import Any, Literal
 
 import click
 from click.testing import CliRunner
+from members import describe
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -140,9 +142,7 @@ def names() -> str:
     rows = [
         [f"`{name}`", f"`{treadle._HOME[name]}`", _first_sentence(getattr(treadle, name))] for name in sorted(treadle.__all__)
     ]
-    for name in sorted(testing.__all__):
-        value = getattr(testing, name)
-        rows.append([f"`testing.{name}`", f"`{value.__module__}`", _first_sentence(value)])
+    rows += [[f"`{name}`", "`treadle.testing`", _first_sentence(getattr(testing, name))] for name in sorted(testing.__all__)]
     return _table(["name", "defined in", "what it is"], rows)
 
 
@@ -165,7 +165,48 @@ def import_exceptions() -> str:
     return _table(["who", "may import"], [[f"`{who}`", ", ".join(f"`{name}`" for name in what)] for who, what in rows.items()])
 
 
+API = {
+    "api_running": (
+        "treadle.engine:Engine",
+        "treadle.sampling_params:SamplingParams",
+        "treadle.request:RequestOptions",
+        "treadle.handles:Handle",
+        "treadle.handles:Chunk",
+        "treadle.handles:Completion",
+        "treadle.request:Figures",
+    ),
+    "api_seen": (
+        "treadle.step:Step",
+        "treadle.request:Request",
+        "treadle.request:Counted",
+        "treadle.request:Phase",
+        "treadle.request:StashKey",
+        "treadle.request:Stash",
+        "treadle.blocks:PoolView",
+        "treadle.blocks:BlockRecord",
+        "treadle.blocks:BlockRef",
+        "treadle.blocks:IntegrityError",
+    ),
+    "api_answers": ("treadle.contracts", "treadle.plugin:Plugin", "treadle.plugin:Trait", "treadle.plan", "treadle.clocks"),
+    "api_configuration": (
+        "treadle.settings:load",
+        "treadle.settings:Settings",
+        "treadle.settings:Choice",
+        "treadle.settings:StrategySettings",
+        "treadle.settings:BlockSettings",
+        "treadle.registry:Slot",
+        "treadle.registry:Offer",
+        "treadle.registry:Registry",
+    ),
+    "api_errors": ("treadle.errors", "treadle.text:Tokenizer", "treadle.text:TextStream", "treadle.logs"),
+    "api_testing": ("treadle.testing.play as treadle.testing", "treadle.testing.fake_executor as treadle.testing"),
+    "torch_forward": ("treadle_plugins.forward.spec",),
+    "torch_attention": ("treadle_plugins.attention.spec", "treadle_plugins.execute.torch_executor.suites:CodecSuite"),
+}
+"""Whose members are described in which part."""
+
 PARTS: Mapping[str, Callable[[], str]] = {
+    **{part: partial(describe, places) for part, places in API.items()},
     "strategies": strategies,
     "configuration": configuration,
     "command_line": command_line,
@@ -252,8 +293,6 @@ def _limit(text: str) -> str:
 
 def _type(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        return _type(arguments[0])
     if origin in (typing.Union, UnionType):
         return " or ".join(_type(part) for part in arguments if part is not type(None))
     if origin is Literal:

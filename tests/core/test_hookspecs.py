@@ -114,9 +114,4 @@ def test_every_hook_is_used_by_a_real_plugin(registry: Registry) -> None:
 
 def test_every_hook_is_in_the_reference() -> None:
     page = (ROOT / "docs" / "reference" / "hooks.md").read_text(encoding="utf-8")
-    named = {hook for hook in HOOKS if re.search(rf"\b{hook}\b", page)}
-    if "automodule:: treadle.hookspecs" in page or "autoclass:: treadle.hookspecs.Hooks" in page:
-        options = page + (ROOT / "docs" / "conf.py").read_text(encoding="utf-8")
-        assert re.search(r":members:|\"members\": True", options), "autodoc leaves members out unless it is told"
-        named |= {hook for hook in HOOKS if HOOKS[hook].__doc__}
-    assert named == set(HOOKS)
+    assert [hook for hook in HOOKS if f"\n### {hook}\n\n```text\n{hook}(" not in page] == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from pathlib import Path
 from types import ModuleType
 
@@ -12,10 +12,7 @@ import pytest
 @pytest.fixture(scope="session")
 def generate() -> ModuleType:
     """The script that writes the generated parts of pages."""
-    path = Path(__file__).resolve().parents[2] / "docs" / "generate.py"
-    spec = importlib.util.spec_from_file_location("generate", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    folder = Path(__file__).resolve().parents[2] / "docs"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)  # as for a script: its neighbours can be imported
+        return importlib.import_module("generate")
