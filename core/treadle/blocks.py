@@ -263,9 +263,11 @@ class BlockPool(PoolView):
             self._pins[block_id] += 1
 
     def unpin(self, block_ids: Iterable[int]) -> None:
+        """Pinned once less. A block that left the index meanwhile is pinned no more."""
         for block_id in block_ids:
-            self._pins[block_id] -= 1
-            if self._pins[block_id] <= 0:
+            if self._pins[block_id] > 1:
+                self._pins[block_id] -= 1
+            else:
                 self._unpin_wholly(block_id)
 
     @contextmanager

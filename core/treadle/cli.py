@@ -12,7 +12,7 @@ import errno
 import importlib.util
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,6 +30,15 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+OWN_PACKAGE = "treadle"
+COMMAND_GROUPS = {
+    "Run": ("generate",),
+    "Inspect": ("blocks", "explain", "hooks", "plugins", "portrait"),
+    "Configure": ("calibrate", "config"),
+    "Measure": ("bench-baseline", "bench-core", "bench-speed", "codec-table"),
+}
+"""Titles of `treadle --help`, in order, and which of our own commands stand under them."""
+OTHERS, FROM_PLUGINS = "Other", "From plugins"
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -188,8 +197,19 @@ class CommandGroup(click.Group):
         """List the commands. One that cannot be loaded is listed with the reason, and the others go on."""
         common = context.ensure_object(Common)
         rows = [(name, _summary(common, name)) for name in common.registry.names("command")]
-        with formatter.section("Commands"):
-            formatter.write_dl(sorted(rows))
+        for title, entries in _grouped(common, rows):
+            with formatter.section(title):
+                formatter.write_dl(entries)
+
+
+def _grouped(common: Common, rows: Sequence[tuple[str, str]]) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Our own commands by what they are for, and those of other packages and of plugins behind them."""
+    own = {offer.name for offer in common.registry if offer.kind == "command" and offer.package.split()[0] == OWN_PACKAGE}
+    title_of = {name: title for title, names in COMMAND_GROUPS.items() for name in names}
+    found: dict[str, list[tuple[str, str]]] = {title: [] for title in (*COMMAND_GROUPS, OTHERS, FROM_PLUGINS)}
+    for row in sorted(rows):
+        found[title_of.get(row[0], OTHERS) if row[0] in own else FROM_PLUGINS].append(row)
+    return ((title, entries) for title, entries in found.items() if entries)
 
 
 def _load(offer: Offer) -> click.Command:

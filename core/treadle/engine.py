@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -60,9 +59,8 @@ class Engine:
         self._failure: Exception | None = None
         self._sound = True
         """Whether requests and blocks are as they should be between two verbs: not where a step was torn."""
-        self._closing = threading.Lock()
         self._closed = False
-        self._untold: list[tuple[StepReport | None, list[LiveRequest]]] = []
+        self._untold: deque[tuple[StepReport | None, list[LiveRequest]]] = deque()
         self._next_full_check_s = self.clock.now()
 
     @classmethod
@@ -178,7 +176,7 @@ class Engine:
         self._loop.wake()
 
     def _cancel(self, request: LiveRequest) -> None:
-        if request.progress.end is None:
+        if request.progress[1] is None:
             self._inbox.cancel(request)
             self._loop.wake()
 
@@ -280,7 +278,7 @@ class Engine:
             return None
         try:
             self._executor.launch(plan)
-            self._publish()
+            self._publish_meanwhile()
             outcome = self._rules.outcome(plan, self._executor.collect())
         except Exception as error:  # whatever the executor raises, the other requests go on
             self._isolation.pass_failed(step, plan, self._scheduler.scheduled, error)
@@ -296,7 +294,7 @@ class Engine:
 
     def _finish(self, step: Step, plan: StepPlan, outcome: Outcome | None) -> float | None:
         self._hook.step_committed(step=step)
-        self._untold.append((self._report(step, plan, outcome.copy_s if outcome else 0.0), self._news()))
+        self._note(self._report(step, plan, outcome.copy_s if outcome else 0.0))
         if not (self._executor.overlaps and self.queues.running):
             self._publish()
         if self.manager.ledger.failures:
@@ -305,23 +303,36 @@ class Engine:
             self._check_while_idle(step)
         return self._next_call(step)
 
-    def _news(self) -> list[LiveRequest]:
-        """Requests of which there is something to publish. Names of those that ended may be given again."""
+    def _note(self, report: StepReport | None) -> None:
+        """Keep what is to be published of a step. Names of those that ended may be given again."""
         ended = self.queues.ended
+        self._untold.append((report, [*self._scheduler.changed, *ended]))
         self._inbox.forget(ended)
-        news = list(dict.fromkeys([*self._scheduler.changed, *ended]))
         ended.clear()
         self._scheduler.changed = []
-        return news
 
     def _publish(self) -> None:
         """Tell plugins of the steps that are over, and callers what these brought."""
-        untold, self._untold = self._untold, []
-        for report, news in untold:
+        while self._untold:
+            report, news = self._untold[0]
             if report is not None:
+                self._untold[0] = (None, news)
                 self._hook.step_finished(report=report)
             for request in news:
-                _call(request.publish(), request)
+                watchers = request.publish()
+                if watchers:
+                    _call(watchers, request)
+            # last, so that an interrupt loses nobody's end
+            self._untold.popleft()
+
+    def _publish_meanwhile(self) -> None:
+        """Publish while a pass is computed. It is waited for whatever comes: who catches an interrupt may launch the next one."""
+        try:
+            self._publish()
+        except BaseException:
+            with suppress(Exception):
+                self._executor.collect()
+            raise
 
     def _report(self, step: Step, plan: StepPlan, copy_s: float) -> StepReport:
         pool = self.kv_cache.pool
@@ -376,23 +387,23 @@ class Engine:
 
     def _give_up(self, error: BaseException) -> None:
         """What no rule foresees ended a step, or the engine's thread: every request ends with the error, whatever its state."""
-        if self._failure is not None:
-            return
-        failure = error
+        failure = self._failure or error
         if not isinstance(failure, TreadleError):
             failure = EngineStopped(f"a step was ended by {type(error).__name__}" + (f": {error}" if str(error) else ""))
             failure.__cause__ = error
-        if self._sound:
+        if self._failure is None and self._sound:
             self._fail(self._view(), failure)
-            return
-        self._failure = failure
-        log.error("engine_failed", error=str(failure))
-        self._inbox.close(str(failure))
-        for request in self._inbox.everybody():
-            _call(request.publish_end(failure), request)
+        if self._failure is None:
+            self._failure = failure
+            log.error("engine_failed", error=str(failure))
+            self._inbox.close(str(failure))
+        # those that ended in a step of which nothing is told yet are not in the inbox any more
+        for request in [*self._inbox.everybody(), *(request for _, news in self._untold for request in news)]:
+            if request.progress[1] is None:
+                _call(request.publish_end(failure), request)
 
     def _publish_ends(self) -> None:
-        self._untold.append((None, self._news()))
+        self._note(None)
         self._publish()
 
     def start(self) -> Engine:
@@ -401,18 +412,17 @@ class Engine:
         return self
 
     def close(self) -> None:
-        """End every request that is under way, stop, and give the model back. May be called twice."""
+        """End every request that is under way, stop, and give the model back. May be called again, also after an interrupt."""
         self._loop.check_caller("close()")
-        with self._closing:
-            if self._closed:
-                return
-            self._closed = True
         self._inbox.close("it was closed")
         self._loop.close()
         with self._loop.turn("close()"):
+            if self._closed:
+                return
             if self._sound:
                 self._inbox.end_all(self._view(), FinishReason.CANCELLED)
                 self._publish_ends()
+            self._closed = True
             self._hook.engine_stopped()
             self._executor.close()
 

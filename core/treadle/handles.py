@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from treadle.errors import WrongCall
 from treadle.loop import Loop
 from treadle.plan import FinishReason, TokenLogprobs
 from treadle.request import Counted, Figures, LiveRequest, Request
@@ -94,7 +95,7 @@ class Handle:
     @property
     def finished(self) -> bool:
         """Whether the completion is there."""
-        return self._request.progress.end is not None
+        return self._request.progress[1] is not None
 
     def cancel(self) -> None:
         """Ask for the request's end; it takes effect at the start of the next step. Ignored when it has ended."""
@@ -117,6 +118,9 @@ class Handle:
                 chunk = reader.read()
                 if chunk is not None:
                     yield chunk
+        except WrongCall:
+            reader.ended = True  # read in a hook by mistake, not given up
+            raise
         finally:
             if not reader.ended:
                 self.cancel()

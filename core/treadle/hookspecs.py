@@ -112,7 +112,7 @@ class Hooks:
     def propose(self, step: Step, requests: Sequence[Request], most: Sequence[int]) -> Sequence[Sequence[int] | None] | None:
         """Draft tokens that may follow, to be verified in the same pass.
 
-        Called: once in a step, for all running requests in decode, before the budget is taken, if any plugin implements it.
+        Called: once in a step, for all running requests in decode, before budget is taken for them, if any plugin implements it.
 
         Returns: for each of `requests` up to as many token ids as `most` says beside it, or None for no draft; None for no drafts
         at all. Drafts change how fast tokens come, never which.
@@ -311,8 +311,8 @@ class Hooks:
         """How many tokens each request gets in this step.
 
         Called: once at the start of a step's planning, and again when planning starts over because nobody could go on. The
-        answer's `take(request, wanted)` is then asked for running requests, in the order of their admission, then for waiting
-        ones as they start.
+        answer's `take(request, wanted)` is then asked for urgent requests that start in the place of others, for running
+        requests, in the order of their admission, then for waiting ones as they start.
 
         Returns: a Budget. When nobody answers, everyone gets what it wants.
 
@@ -444,7 +444,8 @@ class Hooks:
 
     @hookspec
     def prefix_matched(self, step: Step, request: Request, block_ids: Sequence[int], num_tokens: int) -> None:
-        """The request uses these blocks for `num_tokens` of its tokens from now on; none when it starts without."""
+        """The request holds these blocks too, for `num_tokens` of its tokens; none when it starts without. Those that nobody held
+        are told as reused next."""
 
     @hookspec
     def blocks_allocated(self, step: Step, request: Request, block_ids: Sequence[int]) -> None:
@@ -465,6 +466,10 @@ class Hooks:
     @hookspec
     def blocks_swapped_in(self, step: Step, request: Request, copies: Sequence[BlockCopy]) -> None:
         """Blocks that were just allocated to the request are copied from swap space in this step's pass."""
+
+    @hookspec
+    def swap_released(self, step: Step, request: Request, swap_ids: Sequence[int]) -> None:
+        """What the request has in these blocks of swap space is given up, and is not read any more."""
 
     @hookspec
     def blocks_cached(self, step: Step, block_ids: Sequence[int]) -> None:

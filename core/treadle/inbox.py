@@ -194,8 +194,8 @@ class Inbox:
         return self._expiries[0][0] if self._expiries else None
 
     def drain(self, step: Step) -> None:
-        """Take in what was posted, then end what has timed out."""
-        while self._posted:
+        """Take in what was posted until now, then end what has timed out. What a hook posts meanwhile is for the next step."""
+        for _ in range(len(self._posted)):
             item = self._posted.popleft()
             if isinstance(item, LiveRequest):
                 self._accept(step, item)

@@ -12,7 +12,8 @@ undo log.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 
 from treadle.blocks import BROKEN, BlockPool, BlockRef, IntegrityError
 from treadle.contracts import Match
@@ -118,9 +119,9 @@ class KVCache:
         table.num_computed += len(block_ids) * size
         request.count(num_cached_tokens=request.num_cached_tokens + len(block_ids) * size)
         self.undo_log.uncertain[request] = None
+        self._hook.prefix_matched(step=step, request=request, block_ids=block_ids, num_tokens=len(block_ids) * size)
         if reused:
             self._hook.blocks_reused(step=step, block_ids=reused)
-        self._hook.prefix_matched(step=step, request=request, block_ids=block_ids, num_tokens=len(block_ids) * size)
         self._drop(step, request, replaced)
 
     def fill(self, step: Step, request: LiveRequest, num_tokens: int) -> None:
@@ -166,10 +167,12 @@ class KVCache:
     def free(self, step: Step, request: LiveRequest) -> None:
         """The request holds nothing any more, in the pool or in swap space."""
         table = request.table
-        held = table.held()
-        self.swap_space.give_back(table.swapped.values())
+        held, swap_ids = table.held(), list(table.swapped.values())
         table.block_ids, table.num_computed, table.swapped = (), 0, {}
         table.chain, table.num_chained = None, 0
+        if swap_ids:
+            self.swap_space.give_back(swap_ids)
+            self._hook.swap_released(step=step, request=request, swap_ids=swap_ids)
         self._drop(step, request, held)
 
     def swap_out(self, step: Step, request: LiveRequest, most: int | None = None) -> bool:
@@ -187,7 +190,8 @@ class KVCache:
         table.block_ids, table.swapped = table.block_ids[:num_filled], swapped
         self.undo_log.swap_out += copies
         self.undo_log.uncertain[request] = None
-        self._hook.blocks_swapped_out(step=step, request=request, copies=copies)
+        if copies:
+            self._hook.blocks_swapped_out(step=step, request=request, copies=copies)
         self._drop(step, request, given_up)
         return True
 
@@ -205,18 +209,21 @@ class KVCache:
         self._hook.blocks_allocated(step=step, request=request, block_ids=tuple(block_ids))
         self._hook.blocks_swapped_in(step=step, request=request, copies=copies)
 
-    def num_freed(self, gone: Iterable[tuple[LiveRequest, int | None, bool]], but: Sequence[int]) -> int:
-        """Blocks that nobody would hold any more if these requests gave up their last so many (None: all), by swap or not."""
-        lost: dict[int, int] = {}
+    def num_freed(self, gone: Iterable[tuple[LiveRequest, int | None, bool]], but: Collection[int]) -> int:
+        """Blocks that nobody would hold any more if these requests gave up their last so many (None: all), by swap or not.
+
+        By swap as far as swap space goes, as `swap_out` has it.
+        """
+        lost: Counter[int] = Counter()
+        room = self.swap_space.num_free
         for request, num_blocks, swaps in gone:
             block_ids = request.table.held()
-            if swaps:
-                places, num_filled = self._own_places(request, num_blocks)
-                given_up = [block_ids[place] for place in places] + list(block_ids[num_filled:])
+            places, num_filled = self._own_places(request, num_blocks) if swaps else ([], 0)
+            if swaps and len(places) <= room:
+                room -= len(places)
+                lost.update([*(block_ids[place] for place in places), *block_ids[num_filled:]])
             else:
-                given_up = list(block_ids if num_blocks is None else block_ids[-num_blocks:])
-            for block_id in given_up:
-                lost[block_id] = lost.get(block_id, 0) + 1
+                lost.update(block_ids if num_blocks is None else block_ids[-num_blocks:])
         return sum(self.pool.count(b) == n and b not in but and not self.pool.is_pinned(b) for b, n in lost.items())
 
     def _own_places(self, request: LiveRequest, most: int | None) -> tuple[list[int], int]:

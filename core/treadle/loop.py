@@ -18,6 +18,8 @@ from treadle.logs import get_logger
 from treadle.request import LiveRequest
 
 log = get_logger(__name__)
+LOOK_AGAIN_S = 0.5
+"""Most seconds that a thread which waits for a request sleeps before it looks again, whatever else happens."""
 
 
 class Loop:
@@ -50,6 +52,8 @@ class Loop:
                 yield
             finally:
                 self._stepping = None
+                if self._thread not in (None, threading.current_thread()):
+                    self.wake()  # the engine's own thread may be about to wait for an arrival that this turn has taken
 
     def check_caller(self, what: str) -> None:
         """Raise WrongCall in a hook, where the step that waits for the hook would be waited for; and in a forked process."""
@@ -93,7 +97,8 @@ class Loop:
             pass  # closed between two steps, or failed: then everybody has been told
         except BaseException as error:
             log.error("stepping_stopped", error=f"{type(error).__name__}: {error}")
-            self._give_up(error)
+            with self.turn("giving up"):
+                self._give_up(error)
         finally:
             self._thread = None
 
@@ -112,7 +117,7 @@ class Loop:
         now = self._clock.now()
         if until_s is None or until_s <= now or self._clock.wait(until_s):
             return
-        left = until_s - now
+        left = min(until_s - now, threading.TIMEOUT_MAX)
         self._arrival.wait(left if most_s is None else min(left, most_s))
 
     # --- waiting ----------------------------------------------------------------------------------------------------------------
@@ -151,9 +156,10 @@ class Loop:
     def _wait_or_step(self, published: threading.Event, reached: Callable[[], bool], left: float | None) -> None:
         if reached():
             return
+        most_s = LOOK_AGAIN_S if left is None else min(left, LOOK_AGAIN_S)
         if self._thread is not None:
             # a thread that ends publishes everybody's end; should it have ended just now, we look again
-            published.wait(0.5 if left is None else min(left, 0.5))
+            published.wait(most_s)
             return
         try:
             until_s = self._step()
@@ -165,4 +171,5 @@ class Loop:
             published.wait(0.05)  # `close` is about to publish everybody's end
             return
         if not reached():
-            self.pause(until_s, left)
+            # the step of another thread may reach it just now, and have taken the arrival that would end this pause
+            self.pause(until_s, most_s)

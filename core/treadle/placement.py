@@ -19,6 +19,7 @@ class Placement:
     def __init__(self, kv_cache: KVCache, queues: Queues, rules: Rules) -> None:
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
+        self._block_size = kv_cache.pool.block_size
         self._queues = queues
         self._rules = rules
         self._may_shrink = True
@@ -32,14 +33,17 @@ class Placement:
 
     def extend(self, step: Step, request: LiveRequest, granted: int, *, shrinkable: bool = False) -> int:
         """Blocks for up to `granted` more tokens of a running request. Returns how many fit: 0 when it must wait."""
-        needed = self._pool.blocks_for(request.num_computed + granted) - len(request.block_table)
-        spare = len(request.block_table) * self._pool.block_size - request.num_computed
+        table = request.table
+        spare = len(table.block_ids) * self._block_size - table.num_computed
+        if granted <= spare:
+            return granted
+        needed = self._pool.blocks_for(table.num_computed + granted) - len(table.block_ids)
         block_ids = self._find(step, request, needed, shrinkable or self._may_shrink, spare)
         if block_ids is None:
             return 0
         if block_ids:
             self._kv_cache.allocate(step, request, block_ids)
-        return min(granted, len(request.block_table) * self._pool.block_size - request.num_computed)
+        return min(granted, len(table.block_ids) * self._block_size - table.num_computed)
 
     def enter(self, step: Step, request: LiveRequest, match: Match, granted: int) -> int:
         """Blocks for a waiting request that is to start: those of the match, those swapped out, new ones.
@@ -59,6 +63,9 @@ class Placement:
             if not self._queues.running:
                 self._rules.no_room_found(self._pool.blocks_for(request.num_tokens))
             return 0
+        if match.block_ids and self._pool.record(match.block_ids[0]) is None:
+            # they went with a block that they follow, which was evicted: the request holds a copy of its own of that one
+            return self.enter(step, request, Match(), granted)
         if match.block_ids:
             self._kv_cache.share(step, request, match.block_ids)
         if block_ids:

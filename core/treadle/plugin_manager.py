@@ -181,7 +181,7 @@ class PluginManager:
         assert hook.spec is not None
         function, namespace = hook.spec.function, hook.spec.namespace
         assert inspect.isfunction(function), f"{hook.name} is specified by a {type(function).__name__}"
-        kind = "decide" if hook.spec.opts["firstresult"] else "register" if hook.name.startswith("register_") else "tell"
+        kind = "decide" if hook.spec.opts["firstresult"] else "tell"
         choices = (*self.settings.choices.values(), *self.settings.plugins)
         brought = (choice.offer.label for choice in choices if getattr(choice.factory, "hookspecs", None) is namespace)
         return HookFacts(hook.name, kind, next(brought, CORE), function)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from itertools import takewhile
 
 from treadle.contracts import Load, PreemptionMode
 from treadle.hookspecs import Hooks
@@ -117,7 +118,9 @@ class Queues:
 
         The last in the queue comes first. Those with KV in swap space start over, and are spared unless `swapped`.
         """
-        for request in reversed(self.waiting):
+        # who was preempted stands before all who never started, and those hold nothing
+        preempted = list(takewhile(lambda request: request.phase is Phase.PREEMPTED, self.waiting))
+        for request in reversed(preempted):
             if request is but or not request.table.held():
                 continue
             if not request.table.swapped:

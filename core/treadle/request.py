@@ -92,11 +92,11 @@ class RequestOptions:
     """Keep the prompt's full blocks from eviction for this many seconds, from the time they are computed."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
-            raise InvalidRequest(f"priority={self.priority!r} is not a whole number")
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool) or not -(2**63) <= self.priority < 2**63:
+            raise InvalidRequest(f"priority={self.priority!r} is not a whole number of 64 bits")
         for name in ("timeout_s", "pin_s"):
             value: object = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+            if value is not None and not _is_seconds(value):
                 raise InvalidRequest(f"{name}={value!r} is not a number of seconds above 0")
         for name in ("cache_salt", "adapter", "group"):
             value = getattr(self, name)
@@ -112,6 +112,13 @@ class RequestOptions:
         if not isinstance(labels, Mapping) or not all(isinstance(text, str) for pair in labels.items() for text in pair):
             raise InvalidRequest(f"labels={labels!r} is not a mapping of texts to texts")
         object.__setattr__(self, "labels", Frozen(labels))
+
+
+def _is_seconds(value: object) -> bool:
+    """Whether it is above 0, and can be added to a clock time, for which a whole number may be too large."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return value > 0 and (isinstance(value, float) or value < 2**64)
 
 
 @dataclass(frozen=True)
@@ -181,11 +188,8 @@ class End(NamedTuple):
     error: Exception | None
 
 
-class Progress(NamedTuple):
-    """What other threads may read of a request: published in one assignment, when a step is over."""
-
-    num_output: int
-    end: End | None
+Progress = tuple[int, End | None]
+"""What other threads may read of a request, published in one assignment when a step is over: tokens generated, and the end."""
 
 
 class Request(Counted):
@@ -242,7 +246,7 @@ class Request(Counted):
         self._lost_from = 0
         self._figures = Figures(arrival_s)
         self._end: End | None = None
-        self._progress = Progress(0, None)
+        self._progress: Progress = (0, None)
         self._watchers: tuple[Callable[[], None], ...] = ()
         self._stash = Stash()
         self._text: TextStream | None = None
@@ -494,15 +498,19 @@ class LiveRequest(Request):
         return self._progress
 
     def publish(self) -> tuple[Callable[[], None], ...]:
-        """Let other threads see how far it has come; returns whom to tell."""
-        self._progress = Progress(len(self._tokens) - self._prompt_length, self._end)
+        """Let other threads see how far it has come; returns whom to tell, if that is news."""
+        progress = (len(self._tokens) - self._prompt_length, self._end)
+        if progress == self._progress:
+            return ()
+        self._progress = progress
         return self._watchers
 
     def publish_end(self, error: Exception) -> tuple[Callable[[], None], ...]:
-        """Let others see an end though its state cannot be trusted any more: nobody waits for ever."""
-        if self._progress.end is None:
-            self.count(finished_s=self._figures.finished_s or self._figures.arrival_s)
-            self._progress = self._progress._replace(end=End(FinishReason.ERROR, error))
+        """Let others see its end, or this error where its state cannot be trusted any more: nobody waits for ever."""
+        if self._end is not None:
+            return self.publish()
+        self.count(finished_s=self._figures.arrival_s)
+        self._progress = (self._progress[0], End(FinishReason.ERROR, error))
         return self._watchers
 
     def watch(self, watcher: Callable[[], None]) -> None:

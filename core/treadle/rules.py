@@ -177,10 +177,10 @@ class Rules:
 
     def take(self, budget: Budget, request: Request, wanted: int) -> int:
         try:
-            granted: object = budget.take(request, wanted)
+            granted = budget.take(request, wanted)
         except Exception as error:  # whatever a plugin raises is named as the plugin's
             self._blame("budget", error)
-        if not (isinstance(granted, int) and not isinstance(granted, bool) and 0 <= granted <= wanted):
+        if granted.__class__ is not int or not 0 <= granted <= wanted:
             self._breach("budget", "take grants a whole number of 0 to wanted tokens", granted)
         return granted
 
@@ -351,7 +351,8 @@ def _is_not_before(answer: object) -> TypeGuard[NotBefore]:
     if not isinstance(answer, NotBefore):
         return False
     time_s: object = answer.time_s
-    return isinstance(time_s, (int, float)) and not math.isnan(time_s)
+    # a larger whole number cannot be compared with the clock's
+    return time_s < 2**64 if isinstance(time_s, int) else isinstance(time_s, float) and not math.isnan(time_s)
 
 
 def _is_whole(value: object) -> bool:

@@ -48,6 +48,7 @@ class Scheduler:
     ) -> None:
         self._kv_cache = kv_cache
         self._pool = kv_cache.pool
+        self._block_size = kv_cache.pool.block_size
         self._queues = queues
         self._rules = rules
         self._hook = hook
@@ -87,11 +88,13 @@ class Scheduler:
         return StepPlan(step.number, tuple(self._works), tuple(undo_log.swap_out), tuple(undo_log.swap_in))
 
     def _schedule_all(self, step: Step) -> None:
+        running = list(self._queues.running)
         self._start_urgent(step)
         self._propose(step)
-        for request in list(self._queues.running):
-            if request.phase is Phase.RUNNING and not request.planned_in(step.number):
-                self._for_one(step, request, self._continue)
+        proceed = self._continue
+        for request in running:
+            if request.phase is Phase.RUNNING:
+                self._for_one(step, request, proceed)
         # who runs comes first: nobody starts in a step in which a running request lacked room
         if self._queues.waiting and not self._placement.lacked_room:
             self._admit_waiting(step)
@@ -133,26 +136,30 @@ class Scheduler:
         return granted
 
     def _add_work(self, step: Step, request: LiveRequest, num_tokens: int, drafted: tuple[int, ...] = ()) -> None:
-        start = request.num_computed
+        table, params = request.table, request.params
+        start = table.num_computed
         known = request.num_tokens
         end = start + num_tokens
         work = Work(
             request.id,
             start,
             request.token_ids(start, end) + drafted,
-            request.block_table,
-            request.params if end >= known else None,
+            table.block_ids,
+            params if end >= known else None,
             len(drafted),
             known - request.prompt_length,
-            adapter=request.adapter,
+            None,
+            None,
+            request.adapter,
         )
-        if request.params.prompt_logprobs is not None and start < request.prompt_length:
+        if params.prompt_logprobs is not None and start < request.prompt_length:
             following = request.token_ids(end, end + 1) if end < request.prompt_length else ()
             work = work._replace(prompt_logprobs=request.params.prompt_logprobs, following=next(iter(following), None))
         self._works.append(work)
         self.scheduled.append(request)
         request.mark_planned(step.number)
-        self._kv_cache.fill(step, request, min(end, known))
+        if min(end, known) // self._block_size > table.num_chained:
+            self._kv_cache.fill(step, request, min(end, known))
 
     # --- running requests -----------------------------------------------------------------------------------------------------
 
@@ -163,7 +170,9 @@ class Scheduler:
         most = {
             request: left
             for request in self._queues.running
-            if request.num_pending == 1 and (left := request.max_total_tokens - request.num_tokens - 1) > 0
+            if request.num_pending == 1
+            and not request.planned_in(step.number)
+            and (left := request.max_total_tokens - request.num_tokens - 1) > 0
         }
         if not most:
             return
@@ -176,20 +185,24 @@ class Scheduler:
     def _continue(self, step: Step, request: LiveRequest) -> bool:
         """Schedule a running request's next tokens. False when it gets none in this step."""
         drafted: tuple[int, ...] = ()
-        if request.num_pending > 1:
-            self._match_more(step, request)
-        else:
-            proposed = self._drafted.get(request, ())
-            if isinstance(proposed, PluginError):
-                raise proposed
-            drafted = proposed
         pending = request.num_pending
+        if pending > 1:
+            self._match_more(step, request)
+            pending = request.num_pending
+        elif self._drafted:
+            drafted = self._drafts_for(request)
         granted = self._take(request, pending + len(drafted))
         num_tokens = self._placement.extend(step, request, granted, shrinkable=bool(drafted)) if granted else 0
         if not num_tokens:
             return False
         self._add_work(step, request, num_tokens, drafted[: max(0, num_tokens - pending)])
         return True
+
+    def _drafts_for(self, request: LiveRequest) -> tuple[int, ...]:
+        proposed = self._drafted.get(request, ())
+        if isinstance(proposed, PluginError):
+            raise proposed
+        return proposed
 
     def _match_more(self, step: Step, request: LiveRequest) -> None:
         """In prefill, at a block boundary: others may have computed what comes next."""
@@ -284,10 +297,12 @@ class Scheduler:
         return bool(granted) and self._place_and_start(step, request, match, granted)
 
     def _place_and_start(self, step: Step, request: LiveRequest, match: Match, granted: int) -> bool:
+        # who comes back from swap space looked for no match
+        num_cached = None if request.table.swapped else request.num_cached_tokens
         num_tokens = self._placement.enter(step, request, match, granted)
         if not num_tokens:
             return False
-        if not match.block_ids:
+        if request.num_cached_tokens == num_cached:
             self._hook.prefix_matched(step=step, request=request, block_ids=(), num_tokens=0)
         self._queues.start(step, request)
         self._add_work(step, request, num_tokens)
@@ -370,6 +385,7 @@ class Scheduler:
     ) -> list[tuple[LiveRequest, Preemption]]:
         """Who gives way, so that all of what is lacking is there; nobody when that cannot be. They are chosen, nothing more."""
         victims: list[tuple[LiveRequest, Preemption]] = []
+        matched = set(match.block_ids)
         num_freed = 0
         while num_freed < num_short or not victims:
             may_swap = self._kv_cache.swap_space.num_blocks > 0
@@ -380,7 +396,7 @@ class Scheduler:
             victims.append((answer.victim, answer))
             self.giving_way.add(answer.victim)
             num_freed = self._kv_cache.num_freed(
-                ((victim, p.num_blocks, p.mode is PreemptionMode.SWAP) for victim, p in victims), match.block_ids
+                ((victim, p.num_blocks, p.mode is PreemptionMode.SWAP) for victim, p in victims), matched
             )
         return victims
 
@@ -391,24 +407,21 @@ class Scheduler:
         if outcome is not None:
             now = step.clock.now()
             for place, (request, work) in enumerate(zip(self.scheduled, plan.works, strict=True)):
-                self._commit_one(step, request, work, place, outcome, now)
+                error = self._rules.wrong_in(outcome, place, work, self._vocab_size)
+                if error is not None:
+                    self._kv_cache.disown(step, request)
+                    self._end(step, request, FinishReason.ERROR, error)
+                    continue
+                if outcome.prompt_logprobs and place in outcome.prompt_logprobs:
+                    request.add_prompt_logprobs(work.start, outcome.prompt_logprobs[place])
+                reason = self._append(request, work, outcome.tokens[place], now)
+                if outcome.logprobs and place in outcome.logprobs:
+                    request.add_logprobs(outcome.logprobs[place])
+                if outcome.ends and reason is None:
+                    reason = outcome.ends.get(place)
+                if reason is not None:
+                    self._end(step, request, reason)
         self._release_held(step)
-
-    def _commit_one(self, step: Step, request: LiveRequest, work: Work, place: int, outcome: Outcome, now: float) -> None:
-        error = self._rules.wrong_in(outcome, place, work, self._vocab_size)
-        if error is not None:
-            self._kv_cache.disown(step, request)
-            self._end(step, request, FinishReason.ERROR, error)
-            return
-        if outcome.prompt_logprobs and place in outcome.prompt_logprobs:
-            request.add_prompt_logprobs(work.start, outcome.prompt_logprobs[place])
-        reason = self._append(request, work, outcome.tokens[place], now)
-        if outcome.logprobs and place in outcome.logprobs:
-            request.add_logprobs(outcome.logprobs[place])
-        if outcome.ends and reason is None:
-            reason = outcome.ends.get(place)
-        if reason is not None:
-            self._end(step, request, reason)
 
     def _append(self, request: LiveRequest, work: Work, tokens: tuple[int, ...], now: float) -> FinishReason | None:
         if work.sampling is None:
@@ -424,7 +437,7 @@ class Scheduler:
                 break
         # KV of drafts that were not accepted, or stand behind the end, does not count
         self._kv_cache.advance(request, len(work.tokens) - work.num_drafted + num_appended - 1)
-        if request.first_token_s is None:
+        if request.figures.first_token_s is None:
             request.count(first_token_s=now)
             if request.pin_s is not None:
                 self._kv_cache.pin_prompt(request, now + request.pin_s)

@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from treadle.cli import Common, cli
+from treadle.cli import COMMAND_GROUPS, FROM_PLUGINS, OTHERS, OWN_PACKAGE, Common, cli
 from treadle.errors import ConfigError
 from treadle.registry import Offer, Registry
 
@@ -74,6 +74,25 @@ def test_help_reads_what_commands_say_without_importing_them(tmp_path: Path, mon
     assert "loom_slow" not in sys.modules
 
 
+def test_help_groups_commands_and_puts_those_of_strangers_last() -> None:
+    offers = (
+        Offer("command", "hello", "loom 1.0", broken),
+        Offer("command", "explain-more", "treadle-extras 2.0", broken),
+        Offer("command", "new", f"{OWN_PACKAGE} 1.0", broken),
+    )
+    shown = run("--help", common=with_offers(*offers)).output
+    titles = re.findall(r"^([A-Z][\w ]*):$", shown, re.MULTILINE)
+    assert titles == ["Options", *COMMAND_GROUPS, OTHERS, FROM_PLUGINS]
+    sections = dict(zip(titles, re.split(r"^[A-Z][\w ]*:$", shown, flags=re.MULTILINE)[1:], strict=True))
+    listed = {title: tuple(re.findall(r"^  ([\w-]+) ", sections[title], re.MULTILINE)) for title in titles[1:]}
+    assert listed == {**COMMAND_GROUPS, OTHERS: ("new",), FROM_PLUGINS: ("explain-more", "hello")}
+
+
+def test_every_command_of_ours_has_a_group() -> None:
+    own = {offer.name for offer in Registry.installed() if offer.kind == "command" and offer.package.split()[0] == OWN_PACKAGE}
+    assert own == {name for names in COMMAND_GROUPS.values() for name in names}
+
+
 def test_a_command_is_imported_without_the_others() -> None:
     program = """
 import sys
@@ -81,7 +100,7 @@ from click.testing import CliRunner
 from treadle.cli import cli
 assert CliRunner().invoke(cli, ["plugins"]).exit_code == 0
 assert "treadle.commands.plugins" in sys.modules
-assert "treadle.commands.generate" not in sys.modules
+assert "treadle_plugins.commands.generate" not in sys.modules
 """
     python(program)
 
@@ -245,7 +264,7 @@ def test_plugins_lists_offers_without_importing_them() -> None:
     assert by_name["admit", "continuous"]["default"] is True
     assert "did you mean 'admit'?" in by_name["admitt", "typo"]["problem"]
     assert by_name["plugin", "watch"]["problem"] == "unusable: offered more than once"
-    assert by_name["command", "generate"]["source"] == "treadle.commands.generate:generate"
+    assert by_name["command", "generate"]["source"] == "treadle_plugins.commands.generate:generate"
     text = run("plugins", common=common).stdout
     for part in ("* continuous", "loom:Mine", "offered more than once", "did you mean 'admit'?"):
         assert part in text

@@ -14,8 +14,8 @@ from typing import IO, Any
 
 import pytest
 
-from treadle.commands.generation.interrupts import Interrupt
-from treadle.commands.generation.prompts import poll_lines
+from treadle_plugins.commands.generation.interrupts import Interrupt
+from treadle_plugins.commands.generation.prompts import poll_lines
 
 PLUGINS = Path(__file__).parent / "cli_plugins"
 CONFIG = 'execute = "simulated"\nplugins = ["cli_fakes:{fake}"]\npool.num_blocks = 200\nallocate.block_size = 16\n'

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from treadle.cli import cli
-from treadle.commands.generation.prompts import Ask, Defaults, Problem, parse_line
-from treadle.commands.generation.results import Figures, Progress
+from treadle_plugins.commands.generation.prompts import Ask, Defaults, Problem, parse_line
+from treadle_plugins.commands.generation.results import Figures, Progress
 
 PLUGINS = Path(__file__).parent / "cli_plugins"
 CONFIG = 'execute = "simulated"\nplugins = ["cli_fakes:{fake}"]\npool.num_blocks = 200\nallocate.block_size = 16\n'
@@ -104,6 +104,37 @@ def test_sampling_options_reach_the_request() -> None:
     assert stopped["finish_reason"] == "stop"
     by_text = rows(run("Hello", *stats, "--stop", greedy["text"][1:3]).stdout)[0]
     assert by_text["text"] == greedy["text"][:1]
+
+
+def test_an_answer_ends_after_512_tokens_and_one_line_says_so() -> None:
+    result = run("Hi")
+    assert result.exit_code == 0, result.stderr
+    assert len(result.stdout) == 513
+    assert result.stderr.splitlines()[-1] == (
+        "note: 1 answer was cut at 512 new tokens (finish_reason length); --max-tokens lets more come"
+    )
+    several = run("--jsonl", "Hi", "Ho", "--stats", stdin="")
+    assert [len(row["token_ids"]) for row in rows(several.stdout)] == [512, 512]
+    assert {row["finish_reason"] for row in rows(several.stdout)} == {"length"}
+    assert several.stderr.count("note: 2 answers were cut at 512 new tokens") == 1
+
+
+def test_whoever_asks_gets_more_or_less_and_no_note() -> None:
+    for most in (3, 540):
+        result = run("--raw", "Hi", "--max-tokens", str(most))
+        assert (len(result.stdout), result.stderr) == (most + 1, "")
+    asked = lines({"tokens": [1, 2], "max_tokens": 530}, {"tokens": [1, 2], "min_tokens": 520})
+    by_line = rows(run("--jsonl", stdin=asked).stdout)
+    assert [len(row["token_ids"]) for row in by_line] == [530, 520]
+
+
+def test_a_long_prompt_gets_what_the_model_holds_and_no_note() -> None:
+    """The model holds 600 tokens: the default may not make a request too large."""
+    result = run("--jsonl", stdin=lines({"tokens": [1] * 595}, {"tokens": [1] * 600}))
+    short, refused = rows(result.stdout)
+    assert (len(short["token_ids"]), short["finish_reason"]) == (5, "length")
+    assert "at least one output token needs 601 tokens" in refused["error"]
+    assert "note:" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -288,9 +319,9 @@ def test_input_is_read_no_further_than_ahead(monkeypatch: pytest.MonkeyPatch) ->
             written.append(len(numbers) - len(written))
             return super().write(piece)
 
-    monkeypatch.setattr("treadle.commands.generation.prompts.poll_lines", endless)
-    monkeypatch.setattr("treadle.commands.generation.results.open", lambda *_: Watched(), raising=False)
-    monkeypatch.setattr("treadle.commands.generation.results.Output.open", lambda _: None)
+    monkeypatch.setattr("treadle_plugins.commands.generation.prompts.poll_lines", endless)
+    monkeypatch.setattr("treadle_plugins.commands.generation.results.open", lambda *_: Watched(), raising=False)
+    monkeypatch.setattr("treadle_plugins.commands.generation.results.Output.open", lambda _: None)
     result = run("--jsonl", "--max-tokens", "2", "--ahead", "8", "--output", "watched", stdin="")
     assert result.exit_code == 0, result.output
     assert len(written) == 300

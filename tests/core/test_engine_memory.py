@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -264,3 +265,35 @@ def test_blocks_that_are_never_released_come_back_when_the_engine_is_idle(
     handles = [engine.submit([n] * 30, SamplingParams(max_tokens=4)) for n in range(6)]
     drain_checked(engine, 2000)
     assert_right(handles)
+
+
+def test_blocks_are_taken_back_without_a_look_at_all_who_wait(build: Any, assert_right: Any) -> None:
+    """Only who was preempted may hold any, and those stand in front."""
+    num_looks = 0
+
+    class Counting(OrderedDict[Any, None]):
+        def __iter__(self) -> Iterator[Any]:
+            return self._counted(super().__iter__())
+
+        def __reversed__(self) -> Any:
+            return self._counted(super().__reversed__())
+
+        def _counted(self, requests: Iterator[Any]) -> Iterator[Any]:
+            nonlocal num_looks
+            for request in requests:
+                num_looks += 1
+                yield request
+
+    engine = build(num_blocks=8, preempt={"strategy": "recompute", "partial": True})
+    engine.queues.waiting = Counting()
+    running = [engine.submit([n] * 30, SamplingParams(max_tokens=60)) for n in range(4)]
+    engine.step()
+    waiting = [engine.submit([9, n], SamplingParams(max_tokens=1)) for n in range(500)]
+    engine.step()
+    num_looks = 0
+    for _ in range(40):
+        engine.step()
+    assert any(handle.request.num_preempted for handle in running)
+    assert num_looks < 40 * 20
+    drain_checked(engine)
+    assert_right([*running, *waiting])

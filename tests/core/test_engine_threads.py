@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from treadle import Completion, FinishReason, NotBefore, SamplingParams, Step, hookimpl
+from treadle import Completion, FinishReason, NotBefore, Refuse, SamplingParams, Step, hookimpl
 from treadle.clocks import MonotonicClock
 from treadle.errors import EngineStopped, InvalidRequest, PluginError
 from treadle.testing import FakeExecutor, drain_checked
@@ -108,6 +108,66 @@ def test_an_idle_engine_wakes_for_an_arrival(build: Any, real_time: FakeExecutor
         time.sleep(0.02)
         handle = engine.submit([number], SamplingParams(max_tokens=3))
         assert handle.result(30).token_ids == truth(handle)
+
+
+class Never:
+    """Nobody ever starts."""
+
+    @hookimpl
+    def gate(self) -> NotBefore:
+        return NotBefore(float("inf"))
+
+
+def test_a_time_that_never_comes_is_waited_for(build: Any, real_time: FakeExecutor) -> None:
+    engine = build(Never(), executor=real_time).start()
+    handle = engine.submit([1])
+    with pytest.raises(TimeoutError):
+        handle.result(0.05)
+    handle.cancel()
+    assert handle.result(30).finish_reason is FinishReason.CANCELLED
+
+
+def test_a_step_of_another_thread_ends_the_wait_of_one_about_to_sleep(
+    build: Any, real_time: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other's step ends the request, and takes the arrival that would have ended the sleep."""
+    engine = build(Closed(), executor=real_time)
+    handle = engine.submit([1])
+    pause = engine._loop.pause
+
+    def late(*arguments: Any) -> None:
+        handle.cancel()
+        engine.step()
+        pause(*arguments)
+
+    monkeypatch.setattr(engine._loop, "pause", late)
+    before = time.monotonic()
+    assert handle.result(30).finish_reason is FinishReason.CANCELLED
+    assert time.monotonic() - before < 15
+
+
+def test_a_step_of_another_thread_leaves_the_engines_own_no_arrival_to_wait_for(
+    build: Any, real_time: FakeExecutor, truth: Any
+) -> None:
+    engine = build(executor=real_time)
+    arrival = engine._loop._arrival
+    handles = []
+
+    class Arrival(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if not handles:
+                with ThreadPoolExecutor(1) as pool:
+                    pool.submit(
+                        lambda: (handles.append(engine.submit([1], SamplingParams(max_tokens=3))), engine.step())
+                    ).result()
+            return super().wait(timeout)
+
+    engine._loop._arrival = Arrival()
+    assert not arrival.is_set()
+    engine.start()
+    while not handles:
+        time.sleep(0.01)
+    assert handles[0].result(20).token_ids == truth(handles[0])
 
 
 def test_starting_twice_starts_one_thread(build: Any) -> None:
@@ -231,6 +291,34 @@ def test_generate_may_be_given_up_early(build: Any) -> None:
     assert next(completions).token_ids
     completions.close()
     drain_checked(engine)
+
+
+def test_what_a_hook_submits_is_for_the_next_step(build: Any) -> None:
+    """Else one that tries again whatever is refused would keep the step for ever."""
+
+    class Insists:
+        name = "insists"
+
+        def __init__(self) -> None:
+            self.num_refused = 0
+
+        @hookimpl
+        def accept(self) -> Refuse:
+            return Refuse("never")
+
+        @hookimpl
+        def request_refused(self) -> None:
+            self.num_refused += 1
+            if self.num_refused < 100:
+                engine.submit([1])
+
+    plugin = Insists()
+    engine = build(plugin)
+    engine.submit([1])
+    engine.step()
+    assert plugin.num_refused == 1
+    drain_checked(engine)
+    assert plugin.num_refused == 100
 
 
 def test_submission_is_seen_from_hooks_on_the_stepping_thread_only(build: Any) -> None:

@@ -83,6 +83,9 @@ def test_names_of_groups_do_not_collide_with_those_of_callers(build: Any, assert
         ({"priority": "high"}, "priority='high'"),
         ({"timeout_s": -1}, "timeout_s=-1"),
         ({"timeout_s": True}, "timeout_s=True"),
+        ({"timeout_s": 10**400}, "timeout_s=1000"),
+        ({"pin_s": 10**400}, "pin_s=1000"),
+        ({"priority": 10**400}, "priority=1000"),
         ({"reuse": 1}, "reuse=1"),
         ({"pin_s": 1, "reuse": False}, "pin_s=1"),
         ({"adapter": "french"}, "adapter='french'"),
@@ -343,7 +346,7 @@ def test_what_a_step_brought_is_told_while_the_next_one_is_computed(build: Any, 
     engine = build(Hears(), executor=Notes())
     handle = engine.submit([1], SamplingParams(max_tokens=3))
     engine.step()
-    assert not handle.request.progress.num_output, "it is told with the next pass"  # type: ignore[attr-defined]
+    assert not handle.request.progress[0], "it is told with the next pass"  # type: ignore[attr-defined]
     drain_checked(engine)
     assert_right([handle])
     assert [told.index("finished 1") < told.index("collect", told.index("committed 1")), told[-1]] == [True, "finished 3"]
@@ -431,6 +434,23 @@ def test_a_hook_that_steps_or_waits_is_told_so(call: str, started: bool, build: 
     assert_right([later])
 
 
+def test_a_stream_that_a_callback_cannot_read_is_not_given_up(build: Any, assert_right: Any) -> None:
+    engine = build()
+    handle = engine.submit([1], SamplingParams(max_tokens=4))
+    told: list[type[BaseException]] = []
+
+    def read() -> None:
+        try:
+            list(handle.stream())
+        except WrongCall as error:
+            told.append(type(error))
+
+    handle.on_progress(read)
+    drain_checked(engine)
+    assert told
+    assert_right([handle])
+
+
 def test_many_threads_that_start_start_one(build: Any) -> None:
     for _ in range(10):
         engine = build()
@@ -513,6 +533,94 @@ def test_an_interrupt_on_the_engines_own_thread_has_a_name(build: Any, engines: 
     assert "KeyboardInterrupt" in str(error)
     engine.close()
     engines.remove(engine)
+
+
+class InterruptsWhenTold:
+    """Ctrl-C while plugins are told of a step."""
+
+    name = "interrupted_when_told"
+
+    def __init__(self, step: int) -> None:
+        self.step: int | None = step
+        self.told: list[int] = []
+
+    @hookimpl
+    def step_finished(self, report: Any) -> None:
+        self.told.append(report.step)
+        if report.step == self.step:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_a_pass_is_computed_loses_nobodys_end(build: Any, assert_right: Any) -> None:
+    """`short` ends in step 2, which is told while the pass of step 3 is computed."""
+    plugin = InterruptsWhenTold(2)
+    engine = build(plugin, executor=Overlapping())
+    short, long = (engine.submit([n], SamplingParams(max_tokens=most)) for n, most in ((1, 2), (2, 9)))
+    with pytest.raises(KeyboardInterrupt):
+        engine.drain()
+    engine.drain()
+    assert_right([short, long])
+    assert plugin.told == sorted(set(plugin.told)), "each step is told once"
+
+
+def test_a_torn_step_loses_no_end_that_is_not_told_yet(build: Any, engines: list[Any]) -> None:
+    plugin = Interrupts()
+    engine = build(plugin, executor=Overlapping())
+    short, long = (engine.submit([n], SamplingParams(max_tokens=most)) for n, most in ((1, 2), (2, 9)))
+    engine.step()
+    engine.step()
+    assert not short.finished
+    plugin.armed = True
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert short.result(1).error is None
+    assert len(short.result().token_ids) == 2
+    assert isinstance(long.result(1).error, EngineStopped)
+    engine.close()
+    engines.remove(engine)  # its books were torn
+
+
+def test_an_interrupt_while_the_end_is_told_loses_nobodys_end(build: Any, engines: list[Any]) -> None:
+    """A failing plugin ends the engine, and an interrupt that end."""
+
+    class Fails:
+        name = "fails"
+
+        @hookimpl
+        def step_committed(self, step: Step) -> None:
+            if step.number == 3:
+                raise RuntimeError("no more")
+
+        @hookimpl
+        def request_finished(self, request: Request) -> None:
+            if request.id == "b":
+                raise KeyboardInterrupt
+
+    engine = build(Fails())
+    handles = [engine.submit([n], SamplingParams(max_tokens=9), request_id=name) for n, name in enumerate("abc")]
+    with pytest.raises(KeyboardInterrupt):
+        engine.drain()
+    assert all("no more" in str(handle.completion().error) for handle in handles)
+    engine.close()
+    engines.remove(engine)  # its books were torn
+
+
+def test_close_that_was_interrupted_may_be_called_again(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = FakeExecutor()
+    engine = build(executor=executor).start()
+    handle = engine.submit([1], SamplingParams(max_tokens=3000))
+    join = threading.Thread.join
+
+    def interrupted(*_: Any) -> None:
+        monkeypatch.setattr(threading.Thread, "join", join)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    engine.close()
+    assert executor.closed
+    assert handle.completion().finish_reason is FinishReason.CANCELLED
 
 
 # --- nothing is kept ------------------------------------------------------------------------------------------------------------

@@ -114,6 +114,22 @@ def test_a_full_swap_space_changes_nothing(cache: KVCache, step: Step) -> None:
     assert cache.swap_out(step, request, 2)
 
 
+def test_what_would_be_freed_is_what_swap_space_has_room_for(cache: KVCache, step: Step) -> None:
+    """The third finds swap space full, and gives up its last two blocks; by swap it would be two and the reserved one."""
+    requests = [_computed(cache, step, (0, 1, 2), name="first")]
+    for block_ids in ((3, 4), (5, 6, 7)):
+        requests.append(_request(14))
+        cache.share(step, requests[-1], (0, 1))
+        cache.allocate(step, requests[-1], block_ids)
+        cache.advance(requests[-1], 6)
+    before = cache.pool.num_available
+    told = cache.num_freed([(request, 2, True) for request in requests], ())
+    for request in requests:
+        if not cache.swap_out(step, request, 2):
+            cache.truncate(step, request, 2)
+    assert told == cache.pool.num_available - before == 1 + 2 + 2
+
+
 def test_pins_are_kept_per_block_however_many_requests_ask(cache: KVCache, step: Step) -> None:
     first = _computed(cache, step, (1, 2, 3))
     for until_s in (5.0, 90.0, 30.0):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
+from treadle import Engine
 from treadle.errors import ConfigError
 from treadle.logs import configure, get_logger
 
@@ -99,3 +100,12 @@ def test_structlog_is_imported_by_the_first_event_only() -> None:
         "assert 'structlog' not in sys.modules; log.info('event'); assert 'structlog' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)  # noqa: S603
+
+
+def test_a_level_given_to_load_is_the_level_of_the_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    Engine.load(execute="simulated", log_level="debug").close()
+    get_logger("treadle.engine").debug("step_done", step=3)
+    assert "step_done" in capsys.readouterr().err
+    Engine.load(execute="simulated").close()
+    get_logger("treadle.engine").debug("still_told")
+    assert "still_told" in capsys.readouterr().err, "who says nothing changes nothing"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from treadle import Admission, Match, NotBefore, Open, Preemption, Request, SamplingParams, Step, hookimpl
+from treadle import Admission, Match, NotBefore, Open, Phase, Preemption, Request, SamplingParams, Step, hookimpl
 from treadle.testing import FakeExecutor, drain_checked
 
 BLOCK = 16
@@ -236,6 +236,24 @@ def test_victims_give_way_together_or_not_at_all(build: Any, assert_right: Any) 
     assert_right([*low, urgent])
 
 
+def test_no_drafts_are_asked_for_who_started_in_the_place_of_others(build: Any, assert_right: Any) -> None:
+    planned: list[Request] = []
+
+    class Proposes:
+        @hookimpl
+        def propose(self, step: Step, requests: Sequence[Request]) -> None:
+            planned.extend(request for request in requests if request.planned_in(step.number))
+
+    engine, watch = _urgent(build, Proposes(), admit={"strategy": "continuous", "max_batch_size": 2})
+    low = [engine.submit([n], SamplingParams(max_tokens=9)) for n in range(2)]
+    engine.step()
+    urgent = engine.submit([5], SamplingParams(max_tokens=3), priority=5)
+    drain_checked(engine)
+    assert watch.told["preempted"]
+    assert not planned
+    assert_right([*low, urgent])
+
+
 class Gate:
     """A gate that opens once and then says for how long it is closed."""
 
@@ -265,3 +283,67 @@ def test_the_gate_is_asked_once_a_step_unless_somebody_gave_up_a_place(build: An
     assert len(gate.answers) - asked <= 4
     low.cancel()
     drain_checked(engine)
+
+
+def test_who_comes_back_from_swap_space_is_not_told_to_match_nothing(build: Any, assert_right: Any) -> None:
+    """A rate of hits would suffer by it: nothing was looked for."""
+    watch = Watch()
+    engine = build(watch, num_blocks=7, preempt="swap", executor=FakeExecutor(num_swap_blocks=8))
+    handles = [engine.submit([n] * 30, SamplingParams(max_tokens=40)) for n in range(3)]
+    drain_checked(engine)
+    done = assert_right(handles)
+    assert watch.told["preempted"]
+    assert all(completion.num_recomputed_tokens == 0 for completion in done), "all of them were swapped"
+    assert watch.told["matched"] == len(handles)
+
+
+# --- what is matched and then lost ----------------------------------------------------------------------------------------------
+
+
+class Chunks:
+    """Chunks by name; `b` gives way by one block, and then waits as long as `c` runs."""
+
+    name = "chunks"
+    may_shrink = True
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+
+    @hookimpl
+    def budget(self) -> Chunks:
+        return self
+
+    def take(self, request: Request, wanted: int) -> int:
+        return min(wanted, self.sizes.get(request.id, wanted))
+
+    @hookimpl
+    def preempt(self, step: Step) -> Preemption | None:
+        return next((Preemption(victim, num_blocks=1) for victim in step.victims() if victim.id == "b"), None)
+
+    @hookimpl
+    def admit(self, step: Step, request: Request) -> Admission:
+        held_back = request.num_preempted and any(other.id == "c" for other in step.running)
+        return Admission.SKIP if held_back else Admission.START
+
+
+def test_a_match_may_go_with_a_block_that_the_request_has_a_copy_of(build: Any, assert_right: Any) -> None:
+    """`b` computed its first block beside an equal one of `a`, on which the match rests, and which nobody protects."""
+    chunks = Chunks()
+    engine = build(chunks, Watch(), num_blocks=7, prefix="hash_chain", evict="lru")
+    prompt = list(range(1, 100))
+    c = engine.submit(range(100, 128), SamplingParams(max_tokens=9), request_id="c")
+    engine.step()
+    chunks.sizes = {"a": 1, "b": 12}
+    a = engine.submit(prompt[:48], SamplingParams(max_tokens=1), request_id="a", pin_s=0.0045)
+    b = engine.submit(prompt, SamplingParams(max_tokens=2), request_id="b")
+    engine.step()
+    del chunks.sizes["a"]
+    engine.step()
+    assert a.finished
+    chunks.sizes["b"] = 1
+    while b.request.phase is not Phase.PREEMPTED:
+        engine.step()
+    assert b.request.num_computed == BLOCK
+    chunks.sizes.clear()
+    drain_checked(engine)
+    assert_right([a, b, c])

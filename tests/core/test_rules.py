@@ -233,6 +233,7 @@ TABLE: dict[tuple[str, str], list[Breach]] = {
             lambda step, request, match: "start",
             lambda step, request, match: Admission,
             lambda step, request, match: NotBefore(float("nan")),
+            lambda step, request, match: NotBefore(10**400),
         ]
     ),
     ("admit", "does not hold a request back without a time while nothing runs"): _each(

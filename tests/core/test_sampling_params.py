@@ -30,6 +30,7 @@ from treadle.errors import InvalidRequest
         ({"temperature": 101}, ["temperature=101"]),
         ({"temperature": float("nan")}, ["temperature=nan"]),
         ({"temperature": float("inf")}, ["temperature=inf"]),
+        pytest.param({"temperature": 10**400}, ["temperature=1000"], id="a temperature too large for a float"),
         ({"temperature": "hot"}, ["temperature='hot'"]),
         ({"temperature": True}, ["temperature=True"]),
         ({"temperature": None}, ["temperature=None"]),

@@ -20,7 +20,9 @@ TELLS = [
     for name, spec in vars(Hooks).items()
     if inspect.isfunction(spec) and spec.__annotations__["return"] == "None" and not name.startswith("register_")
 ]
-IN_A_STEP = [name for name in TELLS if name not in ("engine_started", "engine_stopped", "integrity_broken")]
+RARE = {"swap_released", "integrity_broken"}
+"""Told only when a request ends while it is swapped out, and when the books are wrong."""
+IN_A_STEP = [name for name in TELLS if name not in {"engine_started", "engine_stopped", *RARE}]
 
 
 FEW = {"strategy": "continuous", "max_batch_size": 4}
@@ -54,6 +56,7 @@ def busy(build: Any) -> Callable[..., tuple[Engine, list[Handle]]]:
 
     def make(*plugins: object) -> tuple[Engine, list[Handle]]:
         engine = build(*plugins, num_blocks=12, executor=FakeExecutor(num_swap_blocks=9), preempt="swap", admit=FEW)
+
         common = list(range(1, 41))
         prompts = [[*common, n] for n in range(3)] + [[n] * (20 + 9 * n) for n in range(4)]
         prompts.insert(6, [*common, 9])
@@ -80,7 +83,19 @@ def test_every_event_occurs(busy: Any, assert_right: Any) -> None:
     drain_checked(engine, 5000)
     assert_right(handles)
     engine.close()
-    assert {hook for hook in TELLS if listener.told[hook]} == set(TELLS) - {"integrity_broken"}
+    assert {hook for hook in TELLS if listener.told[hook]} == set(TELLS) - RARE
+
+
+def test_swap_space_that_is_given_up_is_told(busy: Any) -> None:
+    listener = _listener("listener")
+    engine, handles = busy(listener)
+    while not listener.told["blocks_swapped_out"]:
+        engine.step()
+    assert not listener.told["swap_released"]
+    for handle in handles:
+        handle.cancel()
+    engine.step()
+    assert listener.told["swap_released"]
 
 
 def test_books_that_contradict_themselves_are_told_and_what_plugins_know_is_in_the_error(build: Any) -> None:

@@ -27,10 +27,10 @@ def default_reference() -> LoadedModel:
 @pytest.fixture(scope="session")
 def default_engine() -> Callable[..., Engine]:
     """Makes engines of the default model in float32, which is read from the disk once only."""
+    from support.reference import ModelCache
     from treadle import Engine
-    from treadle_plugins.execute.torch_executor.truth import Shelf
 
-    shelf = Shelf()
+    shelf = ModelCache()
 
     def make(*plugins: object, forward: str = "auto", **values: Any) -> Engine:
         values.setdefault("pool", {"memory": "256MiB"})

@@ -14,10 +14,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from support.reference import reference_of, save_tiny  # noqa: E402
+from support.tiny import tiny_config, tiny_model  # noqa: E402
 from treadle import Engine, FinishReason, SamplingParams, hookimpl  # noqa: E402  # after the skips
 from treadle.errors import ConfigError, EngineStopped, ExecutionError, ModelError  # noqa: E402
-from treadle_plugins.execute.torch_executor.testing import tiny_config, tiny_model  # noqa: E402
-from treadle_plugins.execute.torch_executor.truth import save_tiny, truth_of  # noqa: E402
 
 PROMPT = [5, 6, 7, 8, 9]
 Spoil = Callable[[Path], None]
@@ -144,7 +144,7 @@ def test_a_real_gguf_file_cut_off(tmp_path: Path, share: float) -> None:
 def test_the_next_engine_runs(folder: Path) -> None:
     """Failures in between leave nothing behind that would disturb it."""
     good = (folder / "model.safetensors").read_bytes()
-    truth = truth_of(tiny_model(tiny_config("llama")), PROMPT, 6).tokens
+    truth = reference_of(tiny_model(tiny_config("llama")), PROMPT, 6).tokens
     for _ in range(2):
         cut_weights(folder)
         with pytest.raises(ModelError):
@@ -170,7 +170,7 @@ def test_settings_that_do_not_fit_the_machine(folder: Path, values: dict[str, An
 
 def test_nan_in_the_weights_ends_whom_it_touches(tmp_path: Path) -> None:
     model = tiny_model(tiny_config("llama"))
-    truth = truth_of(model, PROMPT, 12).tokens
+    truth = reference_of(model, PROMPT, 12).tokens
     with torch.no_grad():
         model.model.embed_tokens.weight[299] = float("nan")
     model.save_pretrained(tmp_path)

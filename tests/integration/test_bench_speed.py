@@ -12,9 +12,9 @@ from click.testing import CliRunner
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from support.reference import save_tiny  # noqa: E402
 from treadle.cli import cli  # noqa: E402  # after the skips
 from treadle_plugins.bench import speed  # noqa: E402
-from treadle_plugins.execute.torch_executor.truth import save_tiny  # noqa: E402
 
 SMALL = {
     "BATCHES": (1, 3),

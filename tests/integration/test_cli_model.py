@@ -7,6 +7,7 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from support.examples import QUESTION
 from treadle.cli import cli
 
 pytest.importorskip("torch")
@@ -16,17 +17,15 @@ pytestmark = pytest.mark.model
 
 
 def test_it_answers_a_question_as_text() -> None:
-    result = CliRunner().invoke(cli, ["generate", "What is the capital of France?", "--max-tokens", "24"])
+    result = CliRunner().invoke(cli, ["generate", QUESTION, "--max-tokens", "24"])
     assert result.exit_code == 0, result.stderr
-    assert "Paris" in result.stdout
-    assert result.stdout.endswith("\n")
+    assert result.stdout == "The capital of France is Paris.\n"
 
 
 def test_jsonl_streams_agree_with_the_text_and_share_prefixes() -> None:
-    question = "What is the capital of France?"
     requests = [
-        {"prompt": question, "id": "plain"},
-        {"messages": [{"role": "user", "content": question}], "id": "messages"},
+        {"prompt": QUESTION, "id": "plain"},
+        {"messages": [{"role": "user", "content": QUESTION}], "id": "messages"},
         {"prompt": "", "id": "empty"},
         {"tokens": [1, 2, 10**9], "id": "outside"},
     ]

@@ -13,11 +13,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from support.reference import ModelCache, Poisoner, attend_requantized, save_tiny  # noqa: E402
+from support.tiny import VOCAB_SIZE  # noqa: E402
 from treadle import Engine, KVFormat, SamplingParams, hookimpl  # noqa: E402  # after the skips
 from treadle.errors import ConfigError  # noqa: E402
 from treadle.testing.traffic import Tally  # noqa: E402
-from treadle_plugins.execute.torch_executor.testing import VOCAB_SIZE  # noqa: E402
-from treadle_plugins.execute.torch_executor.truth import Poisoner, Shelf, attend_requantized, save_tiny  # noqa: E402
 
 BLOCK_SIZE, NUM_TOKENS = 16, 8
 PLAIN = "requantized"
@@ -50,7 +50,7 @@ class Models:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._shelf = Shelf()
+        self._shelf = ModelCache()
         self._plain_models: dict[str, Any] = {}
 
     def folder(self, family: str) -> Path:

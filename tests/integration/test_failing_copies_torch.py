@@ -20,16 +20,16 @@ pytest.importorskip("transformers")
 
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  # after the skips
 
+from support.reference import ModelCache, save_tiny  # noqa: E402
+from support.tiny import VOCAB_SIZE  # noqa: E402
 from treadle import Engine, Handle, SamplingParams  # noqa: E402  # after the skips
 from treadle.errors import ConfigError, ExecutionError, ModelError  # noqa: E402
 from treadle.testing import drain_checked  # noqa: E402
 from treadle.testing.traffic import Tally  # noqa: E402
 from treadle_plugins.attention.torch_backend import TorchAttention  # noqa: E402
-from treadle_plugins.execute.torch_executor import room  # noqa: E402
+from treadle_plugins.execute.torch_executor import host_memory  # noqa: E402
 from treadle_plugins.execute.torch_executor.executor import TorchExecutor  # noqa: E402
 from treadle_plugins.execute.torch_executor.swap import SwapSpace  # noqa: E402
-from treadle_plugins.execute.torch_executor.testing import VOCAB_SIZE  # noqa: E402
-from treadle_plugins.execute.torch_executor.truth import Shelf, save_tiny  # noqa: E402
 from treadle_plugins.models import load as loading  # noqa: E402
 
 BLOCK_SIZE = 16
@@ -73,7 +73,7 @@ class Tiny(NamedTuple):
     """A model on the disk, and what it answers when nothing fails."""
 
     folder: Path
-    shelf: Shelf
+    shelf: ModelCache
     truths: dict[str, list[tuple[int, ...]]]
 
     def engine(self, codec: str, *plugins: object, **values: Any) -> Engine:
@@ -103,7 +103,7 @@ class Tiny(NamedTuple):
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     folder = tmp_path_factory.mktemp("llama")
     save_tiny("llama", folder)
-    return Tiny(folder, Shelf(), {})
+    return Tiny(folder, ModelCache(), {})
 
 
 def submit(engine: Engine, *, all_of_them: bool = True) -> list[Handle]:
@@ -264,10 +264,10 @@ def test_memory_that_python_itself_does_not_find(tiny: Tiny, monkeypatch: pytest
 def test_more_than_the_machine_has_is_refused_though_linux_would_promise_it(
     tiny: Tiny, pool: dict[str, Any], lower: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "host_memory", lambda: 2_500_000)
+    monkeypatch.setattr(host_memory, "host_memory", lambda: 2_500_000)
     with pytest.raises(ConfigError, match=rf"this machine has 2500000 bytes; lower {lower} or pool.swap_memory"):
         tiny.engine("whole", pool=pool, preempt="recompute")
-    monkeypatch.setattr(room, "host_memory", lambda: None)
+    monkeypatch.setattr(host_memory, "host_memory", lambda: None)
     tiny.engine("whole", pool=pool, preempt="recompute").close()
 
 
@@ -279,13 +279,13 @@ def test_absurd_sizes_are_refused(tiny: Tiny, pool: dict[str, Any]) -> None:
 
 def test_the_memory_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
-    monkeypatch.setattr(room, "_LIMITS", (str(limit),))
-    whole = room.host_memory()
+    monkeypatch.setattr(host_memory, "_LIMITS", (str(limit),))
+    whole = host_memory.host_memory()
     assert whole is None or whole > 10**8
     limit.write_text("max\n")
-    assert room.host_memory() == whole
+    assert host_memory.host_memory() == whole
     limit.write_text("4096\n")
-    assert room.host_memory() == 4096
+    assert host_memory.host_memory() == 4096
 
 
 @pytest.mark.parametrize("at", [1, 30, 90])

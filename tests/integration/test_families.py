@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from support.reference import Reference, reference_of, save_tiny  # noqa: E402
+from support.tiny import FAMILIES, VOCAB_SIZE  # noqa: E402
 from treadle import Engine, SamplingParams  # noqa: E402  # after the skips
 from treadle.testing.traffic import Tally  # noqa: E402
-from treadle_plugins.execute.torch_executor.testing import FAMILIES, VOCAB_SIZE  # noqa: E402
-from treadle_plugins.execute.torch_executor.truth import Truth, save_tiny, truth_of  # noqa: E402
 
 NUM_TOKENS = 24
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 50, 64)
@@ -26,7 +26,7 @@ class Family(NamedTuple):
 
     folder: Path
     prompts: list[list[int]]
-    truths: list[Truth]
+    truths: list[Reference]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -37,7 +37,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tokens = [numbers.randrange(VOCAB_SIZE) for _ in range(1000)]
     prompts = [tokens[length : 2 * length] for length in LENGTHS]
     prompts += [tokens[:PREFIX_LENGTH] + tokens[at : at + 7] for at in (500, 600, 700, 800)]
-    truths = [truth_of(model, prompt, NUM_TOKENS) for prompt in prompts]
+    truths = [reference_of(model, prompt, NUM_TOKENS) for prompt in prompts]
     gap = min(truth.gap for truth in truths)
     print(f"{request.param}: smallest gap of the two best logits {gap:.2g}")
     assert gap > 1e-3

@@ -12,10 +12,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
+from support.reference import LogitsRecorder  # noqa: E402
 from treadle import Engine, SamplingParams  # noqa: E402  # after the skips
 from treadle_plugins.execute.torch_executor import families, interface  # noqa: E402
 from treadle_plugins.execute.torch_executor.passes import PlainForward  # noqa: E402
-from treadle_plugins.execute.torch_executor.truth import LogitsRecorder  # noqa: E402
 from treadle_plugins.forward.fused.build import build  # noqa: E402
 from treadle_plugins.forward.fused.linear import cannot_pack  # noqa: E402
 from treadle_plugins.models.load import LoadedModel  # noqa: E402

@@ -13,12 +13,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from support.reference import ModelCache, Reference, reference_of, save_tiny  # noqa: E402
+from support.tiny import VOCAB_SIZE  # noqa: E402
 from treadle import Engine, SamplingParams  # noqa: E402  # after the skips
 from treadle.registry import Registry  # noqa: E402
 from treadle.testing.combinations import covering_rows, tables  # noqa: E402
 from treadle.testing.traffic import Tally  # noqa: E402
-from treadle_plugins.execute.torch_executor.testing import VOCAB_SIZE  # noqa: E402
-from treadle_plugins.execute.torch_executor.truth import Shelf, Truth, save_tiny, truth_of  # noqa: E402
 
 NUM_TOKENS = 20
 NUM_REQUESTS = 12
@@ -42,7 +42,7 @@ def widened(rows: Sequence[Row], slot: str, names: Sequence[str]) -> list[Row]:
 
 
 REGISTRY = Registry.installed()
-ATTENTION = [name for name in REGISTRY.names("attention") if name in ("auto", "torch", "numba")]
+ATTENTION = [name for name in REGISTRY.names("attention") if name in ("auto", "torch", "cpu")]
 """Those that serve any processor."""
 ROWS = widened(covering_rows(REGISTRY), "attention", ATTENTION)
 
@@ -52,8 +52,8 @@ class Tiny(NamedTuple):
 
     folder: Path
     prompts: list[list[int]]
-    truths: list[Truth]
-    shelf: Shelf
+    truths: list[Reference]
+    shelf: ModelCache
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +66,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     for number in range(NUM_REQUESTS):
         own = [numbers.randrange(VOCAB_SIZE) for _ in range(numbers.choice((1, 5, 15, 16, 33, 60)))]
         prompts.append(system + own if number % 3 == 0 else own)
-    truths = [truth_of(model, prompt, NUM_TOKENS) for prompt in prompts]
+    truths = [reference_of(model, prompt, NUM_TOKENS) for prompt in prompts]
     gap = min(truth.gap for truth in truths)
     print(f"{len(ROWS)} rows; smallest gap of the two best logits {gap:.2g}")
     assert gap > 1e-3
-    return Tiny(folder, prompts, truths, Shelf())
+    return Tiny(folder, prompts, truths, ModelCache())
 
 
 def unhurried(values: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -12,9 +12,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
+from support.reference import Reference, reference_of  # noqa: E402
 from treadle import Completion, Engine, SamplingParams  # noqa: E402  # after the skips
 from treadle.testing.traffic import Tally  # noqa: E402
-from treadle_plugins.execute.torch_executor.truth import Truth, truth_of  # noqa: E402
 from treadle_plugins.models.load import LoadedModel  # noqa: E402
 
 pytestmark = pytest.mark.model
@@ -97,10 +97,10 @@ def prompts(default_reference: LoadedModel) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def truths(default_reference: LoadedModel, prompts: list[list[int]]) -> list[Truth]:
+def truths(default_reference: LoadedModel, prompts: list[list[int]]) -> list[Reference]:
     started = time.perf_counter()
     eos = sorted(default_reference.info.eos_token_ids)
-    found = [truth_of(default_reference.model, prompt, NUM_TOKENS, eos) for prompt in prompts]
+    found = [reference_of(default_reference.model, prompt, NUM_TOKENS, eos) for prompt in prompts]
     gap = min(truth.gap for truth in found)
     narrow = [truth.gap for truth in found].index(gap)
     took = time.perf_counter() - started
@@ -119,7 +119,7 @@ def serve(engine: Engine, prompts: list[list[int]]) -> list[Completion]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_greedy_equals_generate(default_engine: Make, prompts: list[list[int]], truths: list[Truth], variant: str) -> None:
+def test_greedy_equals_generate(default_engine: Make, prompts: list[list[int]], truths: list[Reference], variant: str) -> None:
     tally = Tally()
     with default_engine(tally, **VARIANTS[variant]) as engine:
         started = time.perf_counter()
@@ -136,7 +136,7 @@ def test_greedy_equals_generate(default_engine: Make, prompts: list[list[int]], 
         assert tally["evicted"]
 
 
-def test_it_reuses_what_it_answered_before(default_engine: Make, prompts: list[list[int]], truths: list[Truth]) -> None:
+def test_it_reuses_what_it_answered_before(default_engine: Make, prompts: list[list[int]], truths: list[Reference]) -> None:
     """The second round finds the first one's prompts in the cache; a third follows what was generated."""
     with default_engine(allocate={"block_size": 16}) as engine:
         first, again = serve(engine, prompts[-8:]), serve(engine, prompts[-8:])

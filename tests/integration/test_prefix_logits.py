@@ -15,10 +15,10 @@ pytest.importorskip("transformers")
 
 import torch  # after the skips
 
+from support.reference import LogitsRecorder, ModelCache, save_tiny
+from support.tiny import FAMILIES, VOCAB_SIZE
 from treadle import Engine, Handle, Request, SamplingParams, hookimpl
 from treadle.testing.traffic import Tally
-from treadle_plugins.execute.torch_executor.testing import FAMILIES, VOCAB_SIZE
-from treadle_plugins.execute.torch_executor.truth import LogitsRecorder, Shelf, save_tiny
 
 B = 16
 LENGTHS = (B - 1, B, B + 1, 2 * B, 2 * B + 1)
@@ -86,7 +86,7 @@ def without_reuse(make: Make, prompts: dict[int, list[int]]) -> dict[int, torch.
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder: Path = tmp_path_factory.mktemp(request.param)
     save_tiny(request.param, folder)
-    shelf = Shelf()
+    shelf = ModelCache()
 
     def make(*plugins: object, **values: Any) -> Engine:
         values = {"allocate": {"block_size": B}, "execute": {"strategy": "torch", "dtype": "float32"}, **values}

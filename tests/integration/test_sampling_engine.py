@@ -13,11 +13,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from support.reference import ModelCache, save_tiny  # noqa: E402
+from support.tiny import VOCAB_SIZE  # noqa: E402
 from treadle import Completion, Engine, FinishReason, SamplingParams  # noqa: E402  # after the skips
 from treadle.plan import TokenLogprobs  # noqa: E402
 from treadle.testing.traffic import Tally  # noqa: E402
-from treadle_plugins.execute.torch_executor.testing import VOCAB_SIZE  # noqa: E402
-from treadle_plugins.execute.torch_executor.truth import Shelf, save_tiny  # noqa: E402
 
 Make = Callable[..., Engine]
 NUM_TOKENS = 20
@@ -45,7 +45,7 @@ class Tiny(NamedTuple):
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     folder: Path = tmp_path_factory.mktemp("llama")
     model = save_tiny("llama", folder)
-    shelf = Shelf()
+    shelf = ModelCache()
 
     def make(*plugins: object, **values: Any) -> Engine:
         values = {"allocate": {"block_size": 16}, "execute": {"strategy": "torch", "dtype": "float32"}, **values}

@@ -23,6 +23,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from support.reference import Poisoner, attend_requantized  # noqa: E402
+from support.tiny import VOCAB_SIZE, info_of, tiny_config, tiny_model  # noqa: E402
 from treadle import Engine, FinishReason, Handle, KVFormat, Request, SamplingParams, Step, hookimpl  # noqa: E402
 from treadle.contracts import PoolSize, PoolSpec, PreemptionMode  # noqa: E402
 from treadle.errors import ExecutionError  # noqa: E402
@@ -30,8 +32,6 @@ from treadle.plan import Outcome, StepPlan  # noqa: E402
 from treadle.registry import Registry  # noqa: E402
 from treadle.testing import VirtualClock, drain_checked, make_engine  # noqa: E402
 from treadle_plugins.execute.torch_executor.executor import TorchExecutor  # noqa: E402
-from treadle_plugins.execute.torch_executor.testing import VOCAB_SIZE, info_of, tiny_config, tiny_model  # noqa: E402
-from treadle_plugins.execute.torch_executor.truth import Poisoner, attend_requantized  # noqa: E402
 
 BLOCK = 16
 REGISTRY = Registry.installed()
@@ -108,7 +108,7 @@ def quantized(name: str) -> st.SearchStrategy[dict[str, Any]]:
 
 CASES = {
     **{name: ("torch", quantized(name)) for name in REGISTRY.names("quantize")},
-    "compiled": ("numba", st.sampled_from(COMPILED)),
+    "compiled": ("cpu", st.sampled_from(COMPILED)),
 }
 """Attention backends with the codecs that they are tried with. Mere draws would not give each its share of the examples."""
 
@@ -142,7 +142,7 @@ def setups(draw: st.DrawFn, case: str) -> Setup:
 # --- what it is compared with -------------------------------------------------------------------------------------------------
 
 
-class Truth:
+class Reference:
     """A tiny model, and what it says without any pool: attention over requantized keys and values, all tokens in one pass."""
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class TinyModel:
 
     name = "tiny_model"
 
-    def __init__(self, truth: Truth, num_swap_blocks: int) -> None:
+    def __init__(self, truth: Reference, num_swap_blocks: int) -> None:
         self._model = copy.deepcopy(truth.model)
         self._num_swap_blocks = num_swap_blocks
         self.executor: UnsteadyTorch
@@ -332,7 +332,7 @@ class TorchMachine(RuleBasedStateMachine):
 
     engine: Engine
 
-    def __init__(self, case: str, truth: Truth, met: Counter[str]) -> None:
+    def __init__(self, case: str, truth: Reference, met: Counter[str]) -> None:
         super().__init__()
         self.case, self.truth, self.met = case, truth, met
         self.fates: list[Fate] = []
@@ -488,8 +488,8 @@ EVENTS = (
 
 
 @pytest.fixture(scope="module")
-def truth() -> Truth:
-    return Truth()
+def truth() -> Reference:
+    return Reference()
 
 
 @pytest.fixture(scope="module")
@@ -499,7 +499,7 @@ def met() -> Counter[str]:
 
 @pytest.mark.timeout(0)  # a soak takes as long as it takes
 @pytest.mark.parametrize("case", CASES)
-def test_a_random_life(case: str, truth: Truth, met: Counter[str]) -> None:
+def test_a_random_life(case: str, truth: Reference, met: Counter[str]) -> None:
     share = settings(max_examples=max(1, settings().max_examples // 20))
     run_state_machine_as_test(lambda: TorchMachine(case, truth, met), settings=share)
 

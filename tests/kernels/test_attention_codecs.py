@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from support.formats import formats, table
 from treadle.contracts import KeyBalance, KVFormat, ModelInfo, StaticChannels
 from treadle.plan import Work
 from treadle_plugins.attention.batch import PackedBatch
 from treadle_plugins.attention.layout import unreadable
 from treadle_plugins.attention.reference import requantized_keys, requantized_values
 from treadle_plugins.attention.spec import AttentionSpec, LayerAttention
-from treadle_plugins.attention.testing import formats, table
 from treadle_plugins.attention.torch_backend import TorchAttention
 from treadle_plugins.execute.torch_executor.packing import Limits, pack
 

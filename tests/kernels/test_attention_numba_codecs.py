@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from support.formats import formats
 from treadle.contracts import KVFormat
 from treadle.plan import Work
 from treadle_plugins.attention.numba_backend.backend import NumbaAttention
 from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec, LayerAttention
-from treadle_plugins.attention.testing import formats
 from treadle_plugins.attention.torch_backend import TorchAttention
 from treadle_plugins.execute.torch_executor.packing import Limits, pack
 

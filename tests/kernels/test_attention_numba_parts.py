@@ -18,7 +18,7 @@ from treadle.errors import ConfigError
 from treadle.plan import Work
 from treadle_plugins.attention.auto import AutoAttentionStrategy
 from treadle_plugins.attention.batch import PackedBatch
-from treadle_plugins.attention.numba import NumbaAttentionSettings, NumbaAttentionStrategy
+from treadle_plugins.attention.cpu import CpuAttentionSettings, CpuAttentionStrategy, NumbaAttentionStrategy
 from treadle_plugins.attention.numba_backend import compiled, jobs, plan
 from treadle_plugins.attention.numba_backend.backend import NumbaAttention
 from treadle_plugins.attention.numba_backend.shape import ROWS, SEGMENT, KernelShape
@@ -65,14 +65,21 @@ def test_auto_takes_it_first_on_a_cpu() -> None:
 
 
 def test_the_strategy_keeps_kernels_where_it_is_told(tmp_path: Path) -> None:
-    strategy = NumbaAttentionStrategy(NumbaAttentionSettings(cache_dir=tmp_path))
+    strategy = CpuAttentionStrategy(CpuAttentionSettings(cache_dir=tmp_path))
     backend = strategy.attention(SPEC)
-    assert backend.name.startswith("numba (")
+    assert backend.name.startswith("cpu (")
     assert "kernels compiled in" in backend.name
     assert len(list(tmp_path.iterdir())) == 1
     assert strategy.attention(SPEC).name.endswith("kernels from the cache)")
-    with pytest.raises(ConfigError, match="numba: head size 20 is no multiple of 16"):
+    with pytest.raises(ConfigError, match="cpu: head size 20 is no multiple of 16"):
         strategy.attention(dataclasses.replace(SPEC, head_dim=20))
+
+
+def test_its_former_name_is_accepted_with_one_notice(capfd: pytest.CaptureFixture[str]) -> None:
+    strategy = NumbaAttentionStrategy(CpuAttentionSettings())
+    assert isinstance(strategy.attention(SPEC), NumbaAttention)
+    told = capfd.readouterr()
+    assert (told.out + told.err).count("strategy_renamed") == 1
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def test_all_endings_against_float64(kernel: Products, num_out: int, num_in: int
         assert close(layer.times(x, other), right * other.double())
         assert close(layer.activated(x, SWISH), right * right.sigmoid())
         assert close(layer.gated(x, gates), right * gated * gated.sigmoid())
+        torch.testing.assert_close(layer.sums(x).double(), right, rtol=1e-6, atol=1e-4)
 
 
 @needs_dot
@@ -67,6 +68,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(kernel: Products) -> None
     for rows in ROWS:
         assert torch.equal(layer(x[:rows]), together[:rows])
         assert torch.equal(layer(x[200 - rows :]), together[200 - rows :])
+        assert torch.equal(layer.sums(x[:rows]).bfloat16(), together[:rows])
 
 
 @needs_dot
@@ -154,12 +156,18 @@ def test_weights_that_are_not_for_it_are_packed_by_onednn(monkeypatch: pytest.Mo
     assert isinstance(linear.pack(numbers(48, 64), None, Report()), PackedLinear)
 
 
-@pytest.mark.parametrize(("changes", "expected"), [({}, True), ({"has_tiles": True}, False), ({"has_bf16_dot": False}, False)])
-def test_processors_that_do_better_with_onednn(monkeypatch: pytest.MonkeyPatch, changes: dict[str, bool], expected: bool) -> None:
-    base = dataclasses.replace(cpu.host(), has_tiles=False)
-    monkeypatch.setattr(cpu, "host", lambda: dataclasses.replace(base, **changes))
-    blocked.host_products.cache_clear()
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("dot", [True, False])
+def test_processors_that_do_better_with_onednn(monkeypatch: pytest.MonkeyPatch, tiles: bool, dot: bool) -> None:
+    """With tiles (AMX) oneDNN multiplies, but for logits, which it would round."""
+    base = cpu.host()
+    monkeypatch.setattr(cpu, "host", lambda: dataclasses.replace(base, has_tiles=tiles, has_bf16_dot=dot and base.has_bf16_dot))
+    for cached in (blocked.host_products, blocked.beats_onednn):
+        cached.cache_clear()
     try:
-        assert (blocked.host_products() is not None) == (expected and base.has_bf16_dot)
+        assert (blocked.host_products() is not None) == (dot and base.has_bf16_dot)
+        ours = linear.pack(numbers(48, 64), None, Report())
+        assert isinstance(ours, BlockedLinear) == (dot and base.has_bf16_dot and not tiles)
     finally:
-        blocked.host_products.cache_clear()
+        for cached in (blocked.host_products, blocked.beats_onednn):
+            cached.cache_clear()

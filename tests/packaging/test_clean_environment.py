@@ -56,7 +56,7 @@ def test_a_wrong_configuration_is_refused_with_what_would_work(environment: Envi
 
 
 def test_a_model_without_the_libraries_for_it_is_refused_with_the_install_that_helps(environment: Environment) -> None:
-    done = environment.run("treadle", "generate", "What is the capital of France?")
+    done = environment.run("treadle", "generate", "Name the capital of France.")
     assert done.returncode != 0
     assert "treadle[cpu]" in done.stderr
     assert "Traceback" not in done.stderr

@@ -10,9 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from treadle.contracts import KVFormat, PoolSpec  # noqa: E402  # after the skips
-from treadle_plugins.execute.torch_executor.executor import TorchExecutor  # noqa: E402
-from treadle_plugins.execute.torch_executor.testing import (  # noqa: E402
+from support.tiny import (  # noqa: E402
     FAMILIES,
     VOCAB_SIZE,
     Driver,
@@ -20,6 +18,8 @@ from treadle_plugins.execute.torch_executor.testing import (  # noqa: E402
     tiny_executor,
     tiny_model,
 )
+from treadle.contracts import KVFormat, PoolSpec  # noqa: E402  # after the skips
+from treadle_plugins.execute.torch_executor.executor import TorchExecutor  # noqa: E402
 from treadle_plugins.forward.fused.build import Weights, build  # noqa: E402
 from treadle_plugins.forward.fused.kernels import TorchKernels  # noqa: E402
 from treadle_plugins.forward.fused.linear import cannot_pack  # noqa: E402

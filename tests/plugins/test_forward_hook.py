@@ -11,8 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from support.reference import save_tiny  # noqa: E402
 from treadle import Engine, SamplingParams, hookimpl  # noqa: E402  # after the skips
-from treadle_plugins.execute.torch_executor.truth import save_tiny  # noqa: E402
 from treadle_plugins.forward.fused.linear import cannot_pack  # noqa: E402
 from treadle_plugins.forward.spec import Attend, PackedForward  # noqa: E402
 

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
-from treadle_plugins.execute.torch_executor.testing import tiny_config, tiny_executor, tiny_model  # noqa: E402  # after the skips
+from support.tiny import tiny_config, tiny_executor, tiny_model  # noqa: E402  # after the skips
 from treadle_plugins.models.tokenizer import HFTokenizer  # noqa: E402  # after the skips
 
 

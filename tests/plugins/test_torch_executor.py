@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import Gemma2Config
 
-from treadle.sampling_params import SamplingParams
-from treadle_plugins.execute.torch_executor.testing import (
+from support.tiny import (
     FAMILIES,
     VOCAB_SIZE,
     WINDOW,
@@ -19,6 +18,7 @@ from treadle_plugins.execute.torch_executor.testing import (
     tiny_executor,
     tiny_model,
 )
+from treadle.sampling_params import SamplingParams
 
 B = 16
 LENGTHS = (B - 1, B, B + 1, 2 * B)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from support.tiny import VOCAB_SIZE, Driver, tiny_config, tiny_executor, tiny_model
 from treadle.errors import ExecutionError
 from treadle.plan import BlockCopy, Outcome, TokenLogprobs, Work
 from treadle.sampling_params import SamplingParams
-from treadle_plugins.execute.torch_executor.testing import VOCAB_SIZE, Driver, tiny_config, tiny_executor, tiny_model
 
 GREEDY = SamplingParams()
 PROMPTS = [[(13 * n + 7 * m) % VOCAB_SIZE for n in range(20 + m)] for m in range(3)]

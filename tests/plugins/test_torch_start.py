@@ -10,14 +10,7 @@ import pytest
 import torch
 import transformers
 
-from treadle.contracts import Executor, KVFormat, PoolSpec
-from treadle.errors import ConfigError, ExecutionError, ModelError
-from treadle.plan import StepPlan
-from treadle_plugins.attention.spec import AttentionSpec, choose
-from treadle_plugins.attention.torch_backend import TorchAttention
-from treadle_plugins.execute.torch_executor.executor import build
-from treadle_plugins.execute.torch_executor.hookspecs import TorchExecutorHooks
-from treadle_plugins.execute.torch_executor.testing import (
+from support.tiny import (
     VOCAB_SIZE,
     StillClock,
     info_of,
@@ -25,6 +18,13 @@ from treadle_plugins.execute.torch_executor.testing import (
     tiny_executor,
     tiny_model,
 )
+from treadle.contracts import Executor, KVFormat, PoolSpec
+from treadle.errors import ConfigError, ExecutionError, ModelError
+from treadle.plan import StepPlan
+from treadle_plugins.attention.spec import AttentionSpec, choose
+from treadle_plugins.attention.torch_backend import TorchAttention
+from treadle_plugins.execute.torch_executor.executor import build
+from treadle_plugins.execute.torch_executor.hookspecs import TorchExecutorHooks
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,

@@ -32,6 +32,8 @@ class Continuous:
 
     def __init__(self, settings: ContinuousSettings) -> None:
         self._settings = settings
+        self._turn = 0
+        """Number of the last step in which requests might start."""
 
     @hookimpl
     def gate(self, step: Step) -> Open:
@@ -52,7 +54,11 @@ class Continuous:
         return Admission.START if needed <= step.pool.num_available else Admission.NO_ROOM
 
     def _is_turn(self, step: Step) -> bool:
-        if step.number % self._settings.every_steps == 0:
-            return True
+        if step.number % self._settings.every_steps == 0 or self._somebody_ends_soon(step):
+            # it stays so until the step ends, also when the one that ends soon is preempted
+            self._turn = step.number
+        return self._turn == step.number
+
+    def _somebody_ends_soon(self, step: Step) -> bool:
         near = self._settings.near_end_tokens
         return near > 0 and any(r.max_total_tokens - r.num_tokens <= near for r in step.running)

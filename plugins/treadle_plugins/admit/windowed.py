@@ -27,22 +27,36 @@ class Windowed:
         self._settings = settings
         self._window_s = settings.window_ms / 1000
         self._opened_s: float | None = None
+        self._opened_in = 0
+        """Number of the step in which it was open last, but for places: asked again in it, it still is."""
 
     @hookimpl
     def gate(self, step: Step) -> Open | NotBefore:
         """Open, or say until when arrivals are gathered."""
         places = self._settings.max_batch_size - step.num_running
         oldest = step.oldest_waiting
+        if places <= 0:
+            return self._full(step)
         if oldest is None:
-            return Open(max(places, 0))
+            return Open(places)
+        if self._opened_in == step.number:
+            self._opened_s = step.now
+            return Open(places)
         opens_s = oldest.arrival_s + 2 * self._window_s
-        if step.num_waiting >= min(self._settings.min_batch, max(places, 1)):
+        if step.num_waiting >= min(self._settings.min_batch, places):
             # a full batch waits for the rest of the window only
             since = oldest.arrival_s if self._opened_s is None else self._opened_s
             opens_s = min(opens_s, since + self._window_s)
         if opens_s > step.now:
             return NotBefore(opens_s)
-        if places <= 0:
-            return Open(0, full=places == 0)
         self._opened_s = step.now
+        self._opened_in = step.number
         return Open(places)
+
+    def _full(self, step: Step) -> Open | NotBefore:
+        """Whoever gives up a place now gives it to somebody only if the window is over."""
+        closed_until_s = step.now if self._opened_s is None else self._opened_s + self._window_s
+        if self._opened_in == step.number or closed_until_s <= step.now:
+            self._opened_in = step.number
+            return Open(0, full=True)
+        return NotBefore(closed_until_s)

@@ -66,7 +66,7 @@ class Adaptive:
             return answer
         places = self.batch_size - step.num_running
         if places < 0:
-            return Open(0)  # a place that is given up would not be given again
+            return Open(0)  # the limit has sunk below those that run: a place that one of them gave up would go to nobody
         if answer is not None and answer.most is not None and answer.most <= places:
             return answer
         return Open(places, full=places == 0)

@@ -26,3 +26,10 @@ class Fifo(RankedEviction):
         for block_id in block_ids:
             self._num_filled += 1
             self._filled_at[block_id] = self._num_filled
+
+    @hookimpl
+    def blocks_evicted(self, block_ids: Sequence[int]) -> None:
+        """Gone, with their numbers."""
+        super().blocks_evicted(block_ids)
+        for block_id in block_ids:
+            self._filled_at.pop(block_id, None)

@@ -27,7 +27,7 @@ class PackedForward(Protocol):
     """A model's forward pass over packed tokens: those of all sequences behind one another, without padding."""
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Logits [rows, vocabulary], in any precision.
+        """Logits [rows, vocabulary]: sums in float32 that are never rounded to 16 bits, which tie the best tokens by chance.
 
         `token_ids` and `positions` are [tokens], int64, in range; `rows` are indices into the tokens, in any order,
         some perhaps twice, perhaps none.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Sequence
 
 from treadle import Request, Step, hookimpl
 from treadle.logs import get_logger
 
 log = get_logger(__name__)
+MOST_TIMES = 500
+"""Gaps and lifetimes of which the medians are taken: the last ones."""
 
 
 class PrefixStats:
@@ -24,8 +27,9 @@ class PrefixStats:
         self.num_tokens_found = 0
         self._last_used_s: dict[int, float] = {}
         self._born_s: dict[int, float] = {}
-        self._gaps_s: list[float] = []
-        self._lifetimes_s: list[float] = []
+        self._gaps_s: deque[float] = deque(maxlen=MOST_TIMES)
+        self._lifetimes_s: deque[float] = deque(maxlen=MOST_TIMES)
+        self._num_evicted = 0
 
     @hookimpl
     def prefix_matched(self, step: Step, request: Request, block_ids: Sequence[int], num_tokens: int) -> None:
@@ -50,7 +54,9 @@ class PrefixStats:
         """Their life in the index ends."""
         for block_id in block_ids:
             born_s = self._born_s.pop(block_id, None)
+            self._last_used_s.pop(block_id, None)
             if born_s is not None:
+                self._num_evicted += 1
                 self._lifetimes_s.append(step.now - born_s)
 
     @hookimpl
@@ -66,5 +72,5 @@ class PrefixStats:
             "token_hit_rate": self.num_tokens_found / self.num_tokens if self.num_tokens else 0.0,
             "median_reuse_gap_s": statistics.median(self._gaps_s) if self._gaps_s else 0.0,
             "median_lifetime_s": statistics.median(self._lifetimes_s) if self._lifetimes_s else 0.0,
-            "evicted": len(self._lifetimes_s),
+            "evicted": self._num_evicted,
         }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Annotated
+
 from pydantic import Field
 
 from treadle import Admission, Request, Step, StrategySettings, hookimpl
@@ -14,10 +17,10 @@ class DeadlineSettings(StrategySettings):
     lane_label: str = "lane"
     """The label that names a request's lane."""
     target_label: str = "ttft_ms"
-    """The label by which a request states its own target, in milliseconds."""
-    targets_ms: dict[str, float] = Field(default={"interactive": 500.0})
+    """The label by which a request states its own target, in milliseconds; at most `bulk_target_ms` counts."""
+    targets_ms: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default={"interactive": 500.0})
     """For each lane, when the first token is due after arrival. Its requests are latency-sensitive."""
-    bulk_target_ms: float = Field(default=30_000.0, gt=0)
+    bulk_target_ms: float = Field(default=30_000.0, gt=0, allow_inf_nan=False)
     """The same for all other traffic. It is overtaken only by requests that arrive within this time after it: that bounds its
     wait under endless arrivals, as long as it gets a place."""
     max_bulk_running: int | None = Field(default=None, ge=1)
@@ -50,11 +53,17 @@ class Deadline(KeyedOrder):
         return request.labels.get(self._settings.lane_label) in self._settings.targets_ms
 
     def _target_ms(self, request: Request) -> float:
-        stated = request.labels.get(self._settings.target_label)
+        stated = _milliseconds(request.labels.get(self._settings.target_label))
         if stated is not None:
-            try:
-                return max(0.0, float(stated))
-            except ValueError:
-                pass  # a label is free text: what is no number states no target
+            return min(stated, self._settings.bulk_target_ms)
         lane = request.labels.get(self._settings.lane_label, "")
         return self._settings.targets_ms.get(lane, self._settings.bulk_target_ms)
+
+
+def _milliseconds(text: str | None) -> float | None:
+    """What a label states. It is free text: what is no finite number of at least 0, such as "soon" or "nan", states nothing."""
+    try:
+        stated = float(text) if text is not None else math.nan
+    except ValueError:
+        return None
+    return stated if math.isfinite(stated) and stated >= 0 else None

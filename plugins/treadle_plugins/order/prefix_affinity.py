@@ -43,19 +43,19 @@ class PrefixAffinity:
     @hookimpl
     def order(self, step: Step) -> Iterator[Request]:
         """Read as far as the core needs."""
-        seen: set[Request] = set()
+        seen: set[int] = set()
         for request in self._all:
             if step.now - request.arrival_s < self._settings.max_delay_s:
                 break
-            seen.add(request)
+            seen.add(request.sequence)
             yield request
         for group in list(self._hot_and_waiting):
             for request in self._waiting.get(group, ()):
-                if request not in seen:
-                    seen.add(request)
+                if request.sequence not in seen:
+                    seen.add(request.sequence)
                     yield request
         for request in self._all:
-            if request not in seen:
+            if request.sequence not in seen:
                 yield request
 
     @hookimpl

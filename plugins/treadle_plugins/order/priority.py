@@ -10,11 +10,14 @@ from pydantic import Field
 from treadle import Preemption, Request, Step, StrategySettings, Trait, hookimpl
 from treadle_plugins.order.waiting_queue import KeyedOrder
 
+MOST_LEVELS = 10**9
+"""Priorities beyond this count as this: a float could not tell arrivals of such requests apart."""
+
 
 class PrioritySettings(StrategySettings):
     """What a level of priority is worth."""
 
-    level_s: float = Field(10.0, gt=0)
+    level_s: float = Field(10.0, gt=0, allow_inf_nan=False)
     """Seconds of waiting that one level of priority is worth. A request is overtaken only by those that arrive within this time,
     for each level that they are above it: that bounds its wait under endless arrivals."""
     preempt: bool = True
@@ -42,4 +45,6 @@ class Priority(KeyedOrder):
 
     def key(self, request: Request) -> float:
         """Its arrival, moved ahead by its priority."""
-        return request.arrival_s - request.priority * self._level_s
+        # a caller may give any whole number, also one that no float can hold
+        priority = max(-MOST_LEVELS, min(request.priority, MOST_LEVELS))
+        return request.arrival_s - priority * self._level_s

@@ -22,7 +22,8 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []
-        self._entries: dict[Request, Entry] = {}
+        self._entries: dict[int, Entry] = {}
+        """By the request's number: an id may be given again while a plugin still knows its first holder."""
         self._num_readers = 0
 
     def __len__(self) -> int:
@@ -31,12 +32,12 @@ class WaitingQueue:
     def add(self, request: Request, key: float) -> None:
         """Queue `request`; among equal keys the earlier submission comes first."""
         entry = (key, request.sequence, request)
-        self._entries[request] = entry
+        self._entries[request.sequence] = entry
         heapq.heappush(self._heap, entry)
 
     def discard(self, request: Request) -> None:
-        """Forget `request`. Its entry stays in the heap until it comes up."""
-        self._entries.pop(request, None)
+        """Forget `request`. Its entry stays in the heap until it comes up, or until too many such entries are there."""
+        self._entries.pop(request.sequence, None)
         # not while somebody reads: what was read already would come up again
         if not self._num_readers and len(self._heap) > 64 and len(self._heap) > 4 * len(self._entries):
             self._heap = list(self._entries.values())
@@ -44,7 +45,7 @@ class WaitingQueue:
 
     def first(self) -> Request | None:
         """The first request, or None."""
-        while self._heap and self._entries.get(self._heap[0][2]) is not self._heap[0]:
+        while self._heap and self._entries.get(self._heap[0][1]) is not self._heap[0]:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
@@ -55,13 +56,13 @@ class WaitingQueue:
         try:
             while self._heap:
                 entry = heapq.heappop(self._heap)
-                if self._entries.get(entry[2]) is entry:
+                if self._entries.get(entry[1]) is entry:
                     passed.append(entry)
                     yield entry[2]
         finally:
             self._num_readers -= 1
             for entry in passed:
-                if self._entries.get(entry[2]) is entry:
+                if self._entries.get(entry[1]) is entry:
                     heapq.heappush(self._heap, entry)
 
 

@@ -24,18 +24,28 @@ class Node:
         self.children: dict[Tokens, Node] = {}
 
 
+class Root(Node):
+    """Where the tree of an isolation key begins. It holds no block."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: Hashable) -> None:
+        super().__init__(None, None, ())
+        self.key = key
+
+
 class Radix:
-    """One tree for each isolation key."""
+    """One tree for each isolation key that has an indexed block."""
 
     def __init__(self) -> None:
-        self._roots: dict[Hashable, Node] = {}
+        self._roots: dict[Hashable, Root] = {}
         self._node_of: dict[int, Node] = {}
 
     @hookimpl
     def match_prefix(self, step: Step, request: Request) -> list[int]:
         """Walk down as long as the next block's tokens are there."""
         size = step.pool.block_size
-        node = self._roots.get(request.isolation_key)
+        node: Node | None = self._roots.get(request.isolation_key)
         found: list[int] = []
         while node is not None and len(found) < (request.num_tokens - 1) // size:
             start = len(found) * size
@@ -52,7 +62,7 @@ class Radix:
             if record is None:
                 continue
             if record.parent is None:
-                parent = self._roots.setdefault(record.isolation_key, Node(None, None, ()))
+                parent: Node = self._roots.setdefault(record.isolation_key, Root(record.isolation_key))
             else:
                 parent = self._node_of[record.parent.block_id]
             node = Node(block_id, parent, record.tokens)
@@ -66,3 +76,5 @@ class Radix:
             node = self._node_of.pop(block_id, None)
             if node is not None and node.parent is not None and node.parent.children.get(node.tokens) is node:
                 del node.parent.children[node.tokens]
+                if isinstance(node.parent, Root) and not node.parent.children:
+                    del self._roots[node.parent.key]

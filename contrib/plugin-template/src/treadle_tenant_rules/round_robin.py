@@ -50,7 +50,8 @@ class RoundRobin:
     def __init__(self, settings: RoundRobinSettings) -> None:
         self._settings = settings
         self._heap: list[Entry] = []
-        self._waiting: dict[Request, Entry] = {}
+        self._waiting: dict[int, Entry] = {}
+        """By the request's number: an id may be given again."""
         self._num_waiting: Counter[str] = Counter()
         self._last_turn: dict[str, float] = {}
         self._started_turn = 0.0
@@ -86,7 +87,7 @@ class RoundRobin:
     @hookimpl
     def request_finished(self, request: Request) -> None:
         """It waits no more, if it did."""
-        if request in self._waiting:
+        if request.sequence in self._waiting:
             self._remove(request)
 
     @hookimpl
@@ -96,25 +97,30 @@ class RoundRobin:
         try:
             while self._heap:
                 entry = heapq.heappop(self._heap)
-                if self._waiting.get(entry[2]) is entry:
+                if self._waiting.get(entry[1]) is entry:
                     passed.append(entry)
                     yield entry[2]
         finally:
             for entry in passed:
-                heapq.heappush(self._heap, entry)
+                if self._waiting.get(entry[1]) is entry:
+                    heapq.heappush(self._heap, entry)
+            if len(self._heap) > 64 + 4 * len(self._waiting):
+                # mostly entries of requests that were cancelled
+                self._heap = list(self._waiting.values())
+                heapq.heapify(self._heap)
 
     def _tenant(self, request: Request) -> str:
         return request.labels.get(self._settings.label, "")
 
     def _add(self, request: Request) -> None:
         entry = (request.stash[TURN], request.sequence, request)
-        self._waiting[request] = entry
+        self._waiting[request.sequence] = entry
         self._num_waiting[self._tenant(request)] += 1
         heapq.heappush(self._heap, entry)
 
     def _remove(self, request: Request) -> None:
-        """Its entry stays in the heap until it comes up."""
-        del self._waiting[request]
+        """Its entry stays in the heap until it comes up, or until most entries are such."""
+        del self._waiting[request.sequence]
         tenant = self._tenant(request)
         self._num_waiting[tenant] -= 1
         if not self._num_waiting[tenant]:

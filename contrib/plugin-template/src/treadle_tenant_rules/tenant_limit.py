@@ -31,9 +31,9 @@ class TenantLimit:
 
     def __init__(self, settings: TenantLimitSettings) -> None:
         self._settings = settings
-        # kept through what the plugin is told, so that a question costs the same however many run; the requests themselves, as a
-        # name may be given again
-        self._running: dict[str, set[Request]] = {}
+        # kept through what the plugin is told, so that a question costs the same however many run; requests by their number,
+        # since an id may be given again
+        self._running: dict[str, set[int]] = {}
 
     @hookimpl
     def admit(self, request: Request) -> Admission | None:
@@ -67,12 +67,12 @@ class TenantLimit:
     def _add(self, request: Request) -> None:
         tenant = request.labels.get(self._settings.label)
         if tenant is not None:
-            self._running.setdefault(tenant, set()).add(request)
+            self._running.setdefault(tenant, set()).add(request.sequence)
 
     def _discard(self, request: Request) -> None:
         tenant = request.labels.get(self._settings.label)
         if tenant is None or tenant not in self._running:
             return
-        self._running[tenant].discard(request)
+        self._running[tenant].discard(request.sequence)
         if not self._running[tenant]:
             del self._running[tenant]

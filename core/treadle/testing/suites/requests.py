@@ -122,43 +122,45 @@ class OrderSpy:
 
     def __init__(self) -> None:
         self.lists: list[list[Seen]] = []
-        self._waiting: dict[str, Request] = {}
+        self._waiting: dict[int, Request] = {}
+        """By number: an id may be given again."""
 
     @hookimpl
     def request_queued(self, request: Request) -> None:
         """It waits."""
-        self._waiting[request.id] = request
+        self._waiting[request.sequence] = request
 
     @hookimpl
     def request_preempted(self, request: Request) -> None:
         """It waits again."""
-        self._waiting[request.id] = request
+        self._waiting[request.sequence] = request
 
     @hookimpl
     def request_admitted(self, request: Request) -> None:
         """It waits no more."""
-        self._waiting.pop(request.id, None)
+        self._waiting.pop(request.sequence, None)
 
     @hookimpl
     def request_resumed(self, request: Request) -> None:
         """It waits no more."""
-        self._waiting.pop(request.id, None)
+        self._waiting.pop(request.sequence, None)
 
     @hookimpl
     def request_finished(self, request: Request) -> None:
         """It waits no more."""
-        self._waiting.pop(request.id, None)
+        self._waiting.pop(request.sequence, None)
 
     @hookimpl(wrapper=True)
     def order(self, step: Step) -> Generator[None, Iterable[Request] | None, Iterator[Request]]:
         """Hand on what was read."""
         answer = yield
         requests = list(answer or ())
-        ids = [request.id for request in requests]
-        assert len(set(ids)) == len(ids), f"a request comes twice: {ids}"
-        strangers = [i for i in ids if i not in self._waiting]
+        numbers = {request.sequence for request in requests}
+        assert len(numbers) == len(requests), f"a request comes twice: {requests}"
+        strangers = [request for request in requests if self._waiting.get(request.sequence) is not request]
         assert not strangers, f"{strangers} do not wait"
-        kept_back = [r.id for r in self._waiting.values() if r.id not in ids and step.now - r.arrival_s > self.patience_s]
+        others = (request for request in self._waiting.values() if request.sequence not in numbers)
+        kept_back = [request for request in others if step.now - request.arrival_s > self.patience_s]
         assert not kept_back, f"{kept_back} wait for more than {self.patience_s} s and are not yielded"
         self.lists.append([Seen(request) for request in requests])
         return iter(requests)

@@ -29,7 +29,7 @@ _SMALL_WRITE = 65536
 class NumbaAttention:
     """Attention by compiled kernels, on the threads of torch."""
 
-    name = "numba"
+    name = "cpu"
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -51,7 +51,7 @@ class NumbaAttention:
         self._shape = pool.shape_of(spec, self._keys, self._values, host())
         self._kernels = load(self._shape, cache_dir or default_cache_dir())
         self._threads = Threads()
-        self.name = f"numba ({self._threads.name}; {self._shape.cpu.summary}; {self._kernels.origin})"
+        self.name = f"cpu ({self._threads.name}; {self._shape.cpu.summary}; {self._kernels.origin})"
         self._heads = np.zeros((spec.num_layers, spec.num_kv_heads, jobs.HEAD_WORDS), np.int64)
         self._head_addresses: list[int] = []
         self._workspace = Workspace(self._shape)

@@ -11,7 +11,7 @@ from treadle_plugins.attention.numba_backend.forms import static_channels
 from treadle_plugins.attention.numba_backend.matrix import load_row
 from treadle_plugins.attention.numba_backend.shape import KernelShape, PackedForm
 from treadle_plugins.attention.numba_backend.sides import row_at, tree
-from treadle_plugins.attention.numba_backend.turn import turn_row
+from treadle_plugins.attention.numba_backend.transform import transform_row
 from treadle_plugins.kernels.vectors import F16, F32, I8, I32, Value, Vectors
 
 _LARGEST_HALF = 65504.0
@@ -33,7 +33,7 @@ class Encoder:
     def encode(self, v: Vectors, chunk: Value, offset: Value, source: Value, side: Value) -> None:
         """Pack the row at `source` as token `offset` of `chunk`."""
         form = self._form
-        row = list(turn_row(v, form, load_row(v, self._shape, source), side))
+        row = list(transform_row(v, form, load_row(v, self._shape, source), side))
         if form.static:
             scales = [_Scale(*static_channels(v, form, side, place * v.lanes)) for place in range(len(row))]
         else:

@@ -21,7 +21,7 @@ from treadle_plugins.attention.numba_backend.shape import (
 )
 from treadle_plugins.attention.numba_backend.sides import fetch, for_each_count, num_steps, num_tokens, row_at
 from treadle_plugins.attention.numba_backend.states import result
-from treadle_plugins.attention.numba_backend.turn import rotate, turn_query
+from treadle_plugins.attention.numba_backend.transform import rotate, transform_query
 from treadle_plugins.kernels.vectors import COARSE, F32, FINE, I32, I64, Value, Vectors
 
 _TOGETHER = 6
@@ -56,7 +56,7 @@ class MatrixKeys:
                 v.store(v.cut(v.load_lanes(address, 4 * first, count), count), target, 4 * first)
             return
         row_now = load_row(v, shape, address)
-        for place, vector in enumerate(row_now if self._form is None else turn_query(v, self._form, row_now, side)):
+        for place, vector in enumerate(row_now if self._form is None else transform_query(v, self._form, row_now, side)):
             v.store(vector, target, 4 * v.lanes * place)
 
     def pack(self, v: Vectors, scratch: Value, places: Value, following: Value, side: Value) -> None:

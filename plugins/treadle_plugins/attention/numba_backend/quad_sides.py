@@ -34,7 +34,7 @@ from treadle_plugins.attention.numba_backend.shape import (
 )
 from treadle_plugins.attention.numba_backend.sides import chunks, fetch, for_each_count, num_steps, num_tokens, row_at, tree
 from treadle_plugins.attention.numba_backend.states import result
-from treadle_plugins.attention.numba_backend.turn import rotate, turn_query
+from treadle_plugins.attention.numba_backend.transform import rotate, transform_query
 from treadle_plugins.kernels.vectors import COARSE, F32, I8, I64, Value, Vectors
 
 _TOGETHER = 3
@@ -52,7 +52,7 @@ class QuadKeys:
         """As bytes, upper ones, then lower ones; then the scale, and for each group what its starts are multiplied by."""
         shape, form = self._shape, self._form
         target = row_at(v, scratch, self._scratch.queries, row, shape.query_bytes)
-        query = list(turn_query(v, form, load_row(v, shape, address), side))
+        query = list(transform_query(v, form, load_row(v, shape, address), side))
         minima = None
         if form.static:
             channels = [static_channels(v, form, side, place * v.lanes) for place in range(len(query))]

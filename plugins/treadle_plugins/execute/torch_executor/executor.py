@@ -15,10 +15,10 @@ from treadle.plan import Outcome, StepPlan, Work
 from treadle.text import Tokenizer
 from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec
 from treadle_plugins.execute.torch_executor import checks, families, interface
+from treadle_plugins.execute.torch_executor.host_memory import asking_for, check_host
 from treadle_plugins.execute.torch_executor.outcomes import ProcessLogits, conclude
 from treadle_plugins.execute.torch_executor.packing import Limits, WorkRows, faults, lay_out_rows, pack
 from treadle_plugins.execute.torch_executor.passes import PlainForward, PoolAttention, Survey, SurveyAttention
-from treadle_plugins.execute.torch_executor.room import asking_for, check_host
 from treadle_plugins.execute.torch_executor.swap import SwapSpace
 from treadle_plugins.forward.spec import PackedForward
 

@@ -14,6 +14,7 @@ from treadle_plugins.attention.batch import PackedBatch
 from treadle_plugins.attention.spec import AttentionBackend, LayerAttention
 from treadle_plugins.execute.torch_executor import families
 from treadle_plugins.execute.torch_executor.interface import ForwardContext
+from treadle_plugins.forward import logits
 from treadle_plugins.forward.spec import Attend
 
 
@@ -75,19 +76,23 @@ class PlainForward:
             raise ModelError(f"{type(model).__name__} cannot be told the tokens' positions: packed tokens need them")
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Logits [rows, vocabulary]."""
+        """Logits [rows, vocabulary] in float32, unless the head rounds them: see `describe`."""
         arguments: dict[str, object] = {"input_ids": token_ids[None], "use_cache": False, "return_dict": True}
         if self._passes_positions:
             arguments["position_ids"] = positions[None]
         if self._passes_rows:
             arguments["logits_to_keep"] = rows
-        with self._context.computing(attend):
-            logits: torch.Tensor = self._model(**arguments).logits[0]
-        return logits if self._passes_rows else logits[rows]
+        with self._context.computing(attend), logits.summing(self._model.get_output_embeddings()):
+            answer: torch.Tensor = self._model(**arguments).logits[0]
+        return answer if self._passes_rows else answer[rows]
 
     def describe(self) -> dict[str, str]:
         """Facts for `treadle explain`."""
-        return {"forward": "transformers"}
+        facts = {"forward": "transformers"}
+        head = self._model.get_output_embeddings()
+        if logits.rounds(head) and not logits.can_sum(head):
+            facts["logits"] = f"rounded by {type(head).__name__}" if head is not None else "as the model rounds them"
+        return facts
 
     def weight_bytes(self) -> int:
         """Of parameters and buffers."""

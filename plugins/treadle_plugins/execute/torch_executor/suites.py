@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from transformers import PreTrainedModel
 
-from treadle.contracts import Executor, KVFormat, PoolSize, PoolSpec
+from treadle.clocks import VirtualClock
+from treadle.contracts import Executor, KVFormat, ModelInfo, PoolSize, PoolSpec
 from treadle.plugin import missing_members
 from treadle.testing.suites import ExecutorSuite
 from treadle.testing.suites.executors import Driver
 from treadle_plugins.attention.spec import AttentionBackend, AttentionSpec
 from treadle_plugins.execute.torch_executor.executor import build
-from treadle_plugins.execute.torch_executor.testing import StillClock, info_of, tiny_config, tiny_model
 
 BLOCK = 16
 NUM_BLOCKS = 5
@@ -38,9 +40,9 @@ class CodecSuite(ExecutorSuite):
         """A tiny llama whose pool is in the codec's format."""
 
         def make() -> Executor:
-            model = tiny_model(tiny_config("llama"))
-            info = info_of(model)
-            executor = build(model, info, None, choose_attention=lambda spec: strategy.attention(spec=spec), clock=StillClock())
+            model = _tiny_llama()
+            info = _info_of(model)
+            executor = build(model, info, None, choose_attention=lambda spec: strategy.attention(spec=spec), clock=VirtualClock())
             formatted: Any = _Formatted(executor, strategy.quantize(model=info))
             return formatted  # type: ignore[no-any-return]  # it forwards what it does not have
 
@@ -49,7 +51,7 @@ class CodecSuite(ExecutorSuite):
     @pytest.fixture
     def spec(self, strategy: Any) -> AttentionSpec:
         """What the tiny model asks a backend for."""
-        info = info_of(tiny_model(tiny_config("llama")))
+        info = _info_of(_tiny_llama())
         form = strategy.quantize(model=info)
         return AttentionSpec("cpu", "float32", form, BLOCK, info.num_layers, 4, info.num_kv_heads, info.head_dim)
 
@@ -88,6 +90,35 @@ class CodecSuite(ExecutorSuite):
                     poisoned.attention.poison()
             outputs.append(driver.generate(driver.add("some", self.prompt(driver.executor.model, BLOCK + 5))))
         assert outputs[0] == outputs[1]
+
+
+def _tiny_llama() -> PreTrainedModel:
+    """A random model whose best two logits lie apart: weights are larger than usual, so that every layer matters."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=1.0 if "head" in name or "emb" in name else 0.15)
+    return model.eval()
+
+
+def _info_of(model: PreTrainedModel) -> ModelInfo:
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    return ModelInfo(
+        "llama", config.num_hidden_layers, config.num_key_value_heads, head_dim, config.vocab_size, 256, dtype_bytes=4
+    )
 
 
 class _Formatted:

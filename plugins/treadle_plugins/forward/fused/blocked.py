@@ -110,13 +110,20 @@ def _plan(rows: int, out_features: int, in_features: int, num_threads: int) -> _
 
 @functools.cache
 def host_products() -> Products | None:
-    """The kernel for this processor; None where oneDNN does as well or better, or where there is no compiler."""
+    """The kernel for this processor; None where it has no products of pairs, or where there is no compiler."""
     if importlib.util.find_spec("llvmlite") is None or importlib.util.find_spec("numba") is None:
         return None
     from treadle_plugins.kernels.cpu import host
 
-    cpu = host()
-    return Products() if cpu.has_bf16_dot and not cpu.has_tiles else None
+    return Products() if host().has_bf16_dot else None
+
+
+@functools.cache
+def beats_onednn() -> bool:
+    """Whether the kernel multiplies faster than oneDNN does: not where the processor has tiles (AMX), which it does not use."""
+    from treadle_plugins.kernels.cpu import host
+
+    return not host().has_tiles
 
 
 def blocked(weight: torch.Tensor, bias: torch.Tensor | None) -> BlockedLinear | None:
@@ -158,6 +165,10 @@ class BlockedLinear:
         """[tokens, out]."""
         return self._run(x, products.KIND_PLAIN)
 
+    def sums(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, out] in float32, as they were summed up: for logits."""
+        return self._run(x, products.KIND_SUMS, dtype=torch.float32)
+
     def activated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
         """[tokens, out] after `activation`."""
         if activation.name == "swish":
@@ -183,16 +194,18 @@ class BlockedLinear:
             return False
         return gate._bias is None and gate.pieces.shape == self.pieces.shape
 
-    def _run(self, x: torch.Tensor, kind: int, other: torch.Tensor | None = None) -> torch.Tensor:
+    def _run(
+        self, x: torch.Tensor, kind: int, other: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+    ) -> torch.Tensor:
         job = self._job
         if x.stride(1) != 1:
             x = x.contiguous()
         rows = x.size(0)  # len(x) takes longer, and this is called a hundred times a step
-        out = torch.empty((rows, self._out), dtype=torch.bfloat16)
+        out = torch.empty((rows, self._out), dtype=dtype)
         if not rows:
             return out
         job[products.ROWS], job[products.ROW_BYTES] = x.data_ptr(), 2 * x.stride(0)
-        job[products.OUT], job[products.OUT_ROW_BYTES] = out.data_ptr(), 2 * self._out
+        job[products.OUT], job[products.OUT_ROW_BYTES] = out.data_ptr(), dtype.itemsize * self._out
         if other is not None:
             if other.stride(1) != 1:
                 other = other.contiguous()

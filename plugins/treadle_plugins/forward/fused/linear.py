@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.activations import GELUTanh, NewGELUActivation, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from treadle_plugins.forward.fused.blocked import BlockedLinear, blocked
+from treadle_plugins.forward.fused.blocked import BlockedLinear, beats_onednn, blocked
 from treadle_plugins.forward.fused.memory import give_back
 from treadle_plugins.forward.fused.report import Report
 
@@ -121,7 +121,7 @@ Packed = PackedLinear | BlockedLinear
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, report: Report) -> Packed:
     """By us where that is faster, else by oneDNN."""
-    own = blocked(weight, bias) if report.own_products else None
+    own = blocked(weight, bias) if report.own_products and beats_onednn() else None
     return own or PackedLinear(weight, bias)
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from treadle_plugins.forward.fused.linear import Packed, bias_of, give_up, is_linear, pack, weight_of
+from treadle_plugins.forward.fused.linear import bias_of, give_up, is_linear, pack, weight_of
 from treadle_plugins.forward.fused.report import Report
-from treadle_plugins.forward.fused.vocabulary import PackedEmbedding, tied, vocabulary_of
+from treadle_plugins.forward.fused.vocabulary import PackedEmbedding, packed_vocabulary
 from treadle_plugins.forward.spec import Attend, PackedForward
 
 
 class PackedModule(nn.Module):
     """Stands where a linear layer stood. It has no `weight`."""
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self._packed = packed
 
@@ -59,15 +61,18 @@ class PackedEmbeddingModule(nn.Module):
 
 def replace(model: PreTrainedModel, report: Report) -> None:
     """Put packed layers in the place of the linear layers of `model`; a weight that two modules share stays as it is,
-    unless they are the embedding and the LM head."""
+    unless they are the embedding and the LM head. An LM head that would round when packed stays too."""
     _replace_vocabulary(model, report)
-    shared = _shared_weights(model)
+    shared, head = _shared_weights(model), model.get_output_embeddings()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if not is_linear(child):
                 continue
             if id(child.weight) in shared:
                 report.plain[f"{name} (shares its weight)"] += 1
+                continue
+            if child is head:
+                report.plain[f"{name} (not packed, summed in float32)"] += 1
                 continue
             packed = pack(weight_of(child), bias_of(child), report)
             report.packs(packed, name)
@@ -80,14 +85,15 @@ def replace(model: PreTrainedModel, report: Report) -> None:
 
 def _replace_vocabulary(model: PreTrainedModel, report: Report) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if embedding is None or head is None or not tied(embedding, head):
+    if embedding is None or head is None:
         return
     names = {id(module): name for name, module in model.named_modules()}
-    rows, packed = vocabulary_of(embedding, head, Report(own_products=report.own_products))
-    if isinstance(rows, PackedEmbedding) and isinstance(packed, Packed):
-        model.set_submodule(names[id(embedding)], PackedEmbeddingModule(rows))
-        model.set_submodule(names[id(head)], PackedModule(packed))
-        report.packs(packed, "LM head and embedding")
+    packed = packed_vocabulary(embedding, head, report)
+    if packed is None:
+        return
+    model.set_submodule(names[id(head)], PackedModule(packed.head))
+    if isinstance(packed.embedding, PackedEmbedding):
+        model.set_submodule(names[id(embedding)], PackedEmbeddingModule(packed.embedding))
 
 
 def _shared_weights(model: PreTrainedModel) -> set[int]:

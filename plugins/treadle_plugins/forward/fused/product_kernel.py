@@ -154,13 +154,15 @@ class _Writer:
 
         self._choose(size, [partial(multiply, function) for function in self._multiply])
         column = b.mul(block, I64(2 * products.BLOCK))
-        out = b.add(b.add(self._word(products.OUT), b.mul(first, self._word(products.OUT_ROW_BYTES))), column)
+        keeps_sums = b.icmp_signed("==", self._word(products.KIND), I64(products.KIND_SUMS))
+        out_column = b.select(keeps_sums, b.add(column, column), column)
+        out = b.add(b.add(self._word(products.OUT), b.mul(first, self._word(products.OUT_ROW_BYTES))), out_column)
         other = b.add(b.add(self._word(products.OTHER), b.mul(first, self._word(products.OTHER_ROW_BYTES))), column)
 
-        def store_rows(ending: Callable[[Value, Value], Value]) -> None:
+        def store_rows(ending: Callable[[Value, Value], Value], rounded: Callable[[Value], Value] = v.to_bf16) -> None:
             def one_row(row: Value, _: list[Value]) -> list[Value]:
                 total = b.fadd(v.load(v.floats, v.at(scratch, b.mul(row, I64(4 * products.BLOCK)))), bias)
-                v.store(v.to_bf16(ending(total, row)), b.add(out, b.mul(row, self._word(products.OUT_ROW_BYTES))))
+                v.store(rounded(ending(total, row)), b.add(out, b.mul(row, self._word(products.OUT_ROW_BYTES))))
                 return []
 
             v.loop(count, [], one_row)
@@ -172,14 +174,19 @@ class _Writer:
             return v.load(v.floats, v.at(scratch, b.mul(row, I64(4 * products.BLOCK))), _SUMS_BYTES)
 
         bias = self._bias(block)
+
+        def unchanged(total: Value, row: Value) -> Value:  # noqa: ARG001  # all endings take both
+            return total
+
         endings: Sequence[Callable[[Value, Value], Value]] = (
-            lambda total, row: total,  # noqa: ARG005  # all endings take both
+            unchanged,
             lambda total, row: self._swish(total),  # noqa: ARG005
             lambda total, row: b.fadd(total, others(row)),
             lambda total, row: b.fmul(total, others(row)),
             lambda total, row: b.fmul(total, self._swish(gate(row))),
         )
-        self._choose(self._word(products.KIND), [partial(store_rows, ending) for ending in endings])
+        cases = [partial(store_rows, ending) for ending in endings]
+        self._choose(self._word(products.KIND), [*cases, partial(store_rows, unchanged, rounded=lambda sums: sums)])
         return []
 
     def _bias(self, block: Value) -> Value:

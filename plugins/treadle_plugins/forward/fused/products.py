@@ -31,8 +31,9 @@ SCRATCH = 16
 SCRATCH_BYTES = 17  # of each thread
 JOB_WORDS = 18
 
-KIND_PLAIN, KIND_SWISH, KIND_PLUS, KIND_TIMES, KIND_GATED = range(5)
-"""What follows a product: nothing; x * sigmoid(x); a sum; a product by element; or another product by the swish of this one's."""
+KIND_PLAIN, KIND_SWISH, KIND_PLUS, KIND_TIMES, KIND_GATED, KIND_SUMS = range(6)
+"""What follows a product: nothing; x * sigmoid(x); a sum; a product by element; another product by the swish of this one's; or
+nothing, not even rounding: the sums are stored in float32, the others' results in bfloat16."""
 
 # What a thread takes at once: some tiles, which it packs, and some blocks of outputs.
 FIRST_TILE, NUM_TILES, FIRST_BLOCK, LAST_BLOCK = range(4)

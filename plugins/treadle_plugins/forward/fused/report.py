@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from treadle_plugins.forward.fused.linear import KeptLinear, Packed
+    from treadle_plugins.forward.fused.vocabulary import SummedHead
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Report:
         self.plain[f"{name} ({type(module).__name__}, called as it is)"] += 1
         self.keeps(module)
 
-    def holds(self, linear: KeptLinear) -> None:
+    def holds(self, linear: KeptLinear | SummedHead) -> None:
         """Put on record a weight that is kept in its own order."""
         self.kept_bytes += linear.nbytes
 

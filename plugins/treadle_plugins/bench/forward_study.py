@@ -1,4 +1,4 @@
-"""Time of a forward pass by number of tokens, attention left out: `python -m treadle_plugins.forward.study`.
+"""Time of a forward pass by number of tokens, attention left out: `python -m treadle_plugins.bench.forward_study`.
 
 Compares transformers' own pass, the same under `torch.compile`, the fused one with oneDNN's products, and the fused one as it is.
 On a busy machine take one thread: then what is told is the thread's own time, which neighbours hardly change.

@@ -1,4 +1,4 @@
-"""How rows are turned before they are packed, and what meets them: balanced, then rotated, as codecs.py does it."""
+"""How rows are transformed before they are packed, and what meets them: balanced, then rotated, as codecs.py does it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = Sequence[Value]
 """A head's elements, as vectors of float32."""
 
 
-def turn_row(v: Vectors, form: PackedForm, row: Row, side: Value) -> Row:
+def transform_row(v: Vectors, form: PackedForm, row: Row, side: Value) -> Row:
     """Keys or values as they are packed. `side`: what the job says of the head."""
     if form.centered:
         row = [v.builder.fsub(x, y) for x, y in zip(row, _channels(v, side, jobs.CENTERS, len(row)), strict=True)]
@@ -22,7 +22,7 @@ def turn_row(v: Vectors, form: PackedForm, row: Row, side: Value) -> Row:
     return row if form.rotation is None else rotate(v, row, form.rotation)
 
 
-def turn_query(v: Vectors, form: PackedForm, row: Row, side: Value) -> Row:
+def transform_query(v: Vectors, form: PackedForm, row: Row, side: Value) -> Row:
     """A query as it meets packed keys."""
     if form.balanced:
         row = [v.builder.fmul(x, y) for x, y in zip(row, _channels(v, side, jobs.FACTORS, len(row)), strict=True)]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from treadle.commands.generation.interrupts import Interrupt
-from treadle.commands.generation.prompts import Ask, Item, Messages, Problem
-from treadle.engine import Engine
+from treadle import Completion, Engine, EngineInfo, FinishReason, Handle, SamplingParams
 from treadle.errors import InvalidRequest, TreadleError
-from treadle.handles import Chunk, Completion, Handle
-from treadle.plan import FinishReason
+from treadle.handles import Chunk
+from treadle_plugins.commands.generation.interrupts import Interrupt
+from treadle_plugins.commands.generation.prompts import Ask, Item, Messages, Problem
 
+MAX_NEW_TOKENS = 512
+"""Of an answer, where nobody says otherwise: a small model may repeat itself for ever."""
 PAUSE_S = 0.1
 """Longest sleep between two looks at Ctrl-C and at standard input."""
 
@@ -34,13 +35,15 @@ class Encoder:
             return self._chat(ask.messages, "messages")
         assert ask.text is not None
         tokenizer = self.engine.tokenizer
-        if self.chat is False or tokenizer is None:
+        if tokenizer is None:
             return ask.text
+        if self.chat is False:
+            return tokenizer.encode(ask.text)
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         messages = [*system, {"role": "user", "content": ask.text}]
         if self.chat or system:
             return self._chat(messages, "--chat" if self.chat else "--system")
-        return tokenizer.chat(messages) or ask.text
+        return tokenizer.chat(messages) or tokenizer.encode(ask.text)
 
     def _chat(self, messages: Messages, what: str) -> list[int]:
         tokenizer = self.engine.tokenizer
@@ -161,9 +164,28 @@ class Batch:
 def submit(engine: Engine, encoder: Encoder, ask: Ask) -> list[Handle]:
     """Post a request, or a group of `n`. Raises InvalidRequest."""
     prompt = encoder.encode(ask)
+    params = bounded(ask.params, engine.info, len(prompt))
     if ask.n == 1:
-        return [engine.submit(prompt, ask.params, **ask.options)]
-    return engine.submit_group(prompt, ask.params, ask.n, **ask.options)
+        return [engine.submit(prompt, params, **ask.options)]
+    return engine.submit_group(prompt, params, ask.n, **ask.options)
+
+
+def bounded(params: SamplingParams, info: EngineInfo, num_prompt: int) -> SamplingParams:
+    """`params` with MAX_NEW_TOKENS, or as many as model and pool hold, where they name no maximum."""
+    if params.max_tokens is not None:
+        return params
+    room = min(info.model.max_length, info.num_blocks * info.block_size + 1) - num_prompt
+    most = min(max(MAX_NEW_TOKENS, params.min_tokens), room)
+    return params if most < max(1, params.min_tokens) else replace(params, max_tokens=most)  # what does not fit is refused
+
+
+def was_cut(ask: Ask, completion: Completion) -> bool:
+    """Whether nothing but MAX_NEW_TOKENS ended the text."""
+    return (
+        ask.params.max_tokens is None
+        and completion.finish_reason is FinishReason.LENGTH
+        and len(completion.token_ids) >= MAX_NEW_TOKENS
+    )
 
 
 def stream(engine: Engine, handle: Handle, interrupt: Interrupt) -> Iterator[Chunk]:

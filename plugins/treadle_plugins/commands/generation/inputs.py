@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from treadle.commands.generation.prompts import Ask, Defaults, Item, Problem, ask_text, read_jsonl, read_text
 from treadle.errors import InvalidRequest, TreadleError
+from treadle_plugins.commands.generation.prompts import Ask, Defaults, Item, Problem, ask_text, read_jsonl, read_text
 
 STDIN = "-"
 

@@ -1,4 +1,4 @@
-"""For tests of whole engines: what transformers itself answers, and what an engine chose its tokens from."""
+"""For tests of whole engines, the reference: what transformers itself answers, and what an engine chose its tokens from."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from support.tiny import tiny_config, tiny_model
 from treadle import KVFormat, hookimpl
 from treadle.plan import Work
 from treadle_plugins.attention.reference import requantized_keys, requantized_values
 from treadle_plugins.attention.spec import AttentionBackend
-from treadle_plugins.execute.torch_executor.testing import tiny_config, tiny_model
 from treadle_plugins.models import load as loading
 
 
-class Truth(NamedTuple):
+class Reference(NamedTuple):
     """Greedy tokens of transformers' own `generate`, and the smallest gap of the two best logits on the way."""
 
     tokens: tuple[int, ...]
     gap: float
 
 
-def truth_of(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, eos_token_ids: Sequence[int] = ()) -> Truth:
+def reference_of(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, eos_token_ids: Sequence[int] = ()) -> Reference:
     """Continue `prompt`, alone and in one piece, by up to `num_tokens` tokens; the token that ends it is the last."""
     ids = torch.tensor([list(prompt)], device=model.device)
     out: Any = model.generate(
@@ -41,7 +41,7 @@ def truth_of(model: PreTrainedModel, prompt: Sequence[int], num_tokens: int, eos
         return_dict_in_generate=True,
     )
     best = torch.stack([logits[0] for logits in out.logits]).float().topk(2, dim=1).values
-    return Truth(tuple(out.sequences[0, len(prompt) :].tolist()), float((best[:, 0] - best[:, 1]).min()))
+    return Reference(tuple(out.sequences[0, len(prompt) :].tolist()), float((best[:, 0] - best[:, 1]).min()))
 
 
 def save_tiny(family: str, folder: Path, seed: int = 0, **changes: Any) -> PreTrainedModel:
@@ -51,7 +51,7 @@ def save_tiny(family: str, folder: Path, seed: int = 0, **changes: Any) -> PreTr
     return model
 
 
-class Shelf:
+class ModelCache:
     """Loaded models, kept for tests that make one engine after another."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ def attend_requantized(
     query: Any,
     key: Any,
     value: Any,
-    mask: Any,  # noqa: ARG001  # transformers hands one in
+    mask: Any,  # transformers hands one in
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:

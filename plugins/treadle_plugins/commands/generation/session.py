@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from treadle.commands.generation.batches import Batch, Encoder, Result, stream, submit
-from treadle.commands.generation.inputs import Inputs
-from treadle.commands.generation.interrupts import Interrupt
-from treadle.commands.generation.prompts import Ask
-from treadle.commands.generation.results import Figures, Output, Progress, error_of, json_line, rows
-from treadle.engine import Engine
+from treadle import Engine
 from treadle.errors import TreadleError
+from treadle_plugins.commands.generation.batches import Batch, Encoder, Result, stream, submit
+from treadle_plugins.commands.generation.inputs import Inputs
+from treadle_plugins.commands.generation.interrupts import Interrupt
+from treadle_plugins.commands.generation.prompts import Ask
+from treadle_plugins.commands.generation.results import Figures, Output, Progress, error_of, json_line, rows
 
 
 class Session:

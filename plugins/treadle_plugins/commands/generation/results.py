@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, BinaryIO, TextIO
 
-from treadle.commands.generation.batches import Result
-from treadle.commands.generation.prompts import Ask
+from treadle import Completion, FinishReason
 from treadle.errors import ConfigError, TreadleError
-from treadle.handles import Completion
-from treadle.plan import FinishReason, TokenLogprobs
+from treadle.plan import TokenLogprobs
+from treadle_plugins.commands.generation.batches import MAX_NEW_TOKENS, Result, was_cut
+from treadle_plugins.commands.generation.prompts import Ask
 
 
 class Output:
@@ -111,6 +111,8 @@ class Figures:
         self.num_cached = 0
         self.num_generated = 0
         self.num_preempted = 0
+        self.num_cut = 0
+        """Completions that would have gone on, had anyone asked for more than MAX_NEW_TOKENS."""
         self._ttft_s = array("d")
         self._tpot_s = array("d")
         self._first_s: float | None = None
@@ -122,6 +124,7 @@ class Figures:
         self.num_failed += result.error is not None or any(error_of(result, c) for c in result.completions)
         for completion in result.completions:
             self._add(completion)
+            self.num_cut += isinstance(result.item, Ask) and was_cut(result.item, completion)
 
     def _add(self, completion: Completion) -> None:
         self.num_completions += 1
@@ -139,6 +142,13 @@ class Figures:
     def elapsed_s(self) -> float:
         """From the first arrival to the last end, by the engine's clock."""
         return 0.0 if self._first_s is None else self._last_s - self._first_s
+
+    def note(self) -> str | None:
+        """What to tell of answers that were cut; None when none was."""
+        if not self.num_cut:
+            return None
+        answers = "1 answer was" if self.num_cut == 1 else f"{self.num_cut} answers were"
+        return f"note: {answers} cut at {MAX_NEW_TOKENS} new tokens (finish_reason length); --max-tokens lets more come"
 
     def table(self) -> str:
         """The figures, for people."""

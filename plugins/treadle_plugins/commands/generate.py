@@ -12,8 +12,8 @@ import click
 from treadle.cli import INTERRUPTED, Common, common_options
 
 if TYPE_CHECKING:
-    from treadle.commands.generation.inputs import Inputs
-    from treadle.commands.generation.prompts import Ask
+    from treadle_plugins.commands.generation.inputs import Inputs
+    from treadle_plugins.commands.generation.prompts import Ask
 
 STDIN = "-"
 SAMPLING = (
@@ -32,7 +32,7 @@ Positive = click.IntRange(min=1)
 @click.option("--chat/--raw", default=None, help="Ask the model, or let it continue the text. [default: ask, if it can chat]")
 @click.option("--system", metavar="TEXT", help="System message in front of each plain prompt.")
 @click.option("-n", "n", type=Positive, default=1, show_default=True, help="Completions of each prompt.")
-@click.option("--max-tokens", type=int, help="Most tokens to generate. [default: what model and pool hold]")
+@click.option("--max-tokens", type=int, help="Most tokens to generate. [default: 512, or what model and pool hold]")
 @click.option("--min-tokens", type=int, help="Let nothing end the text before this many tokens.")
 @click.option("--temperature", type=float, help="0 always takes the likeliest token. [default: 0]")
 @click.option("--top-k", type=int, help="Sample among the k likeliest tokens.")
@@ -52,7 +52,8 @@ def generate(common: Common, /, prompts: tuple[str, ...], **options: Any) -> Non
     """Complete prompts.
 
     Prompts come from arguments, from files, and from standard input (`-`, or a pipe when there is no other prompt). One prompt:
-    its text is streamed. Several, -n or --jsonl: one JSON object a completion, in the order of the prompts.
+    its text is streamed. Several, -n or --jsonl: one JSON object a completion, in the order of the prompts. An answer ends after
+    512 tokens where nobody says otherwise, and a line on standard error says that it was cut.
 
     With --jsonl a request is an object with "prompt" (text), "tokens" (ids) or "messages" (a list of role and content), and
     maybe "id", "n", "priority", "timeout_s", "cache_salt", "labels" and any sampling parameter, over the options given here. A
@@ -73,8 +74,8 @@ def generate(common: Common, /, prompts: tuple[str, ...], **options: Any) -> Non
 
 def _inputs(prompts: Sequence[str], options: dict[str, Any]) -> Inputs:
     """Sort out what was given. Raises click.UsageError and InvalidRequest."""
-    from treadle.commands.generation.inputs import Inputs
-    from treadle.commands.generation.prompts import Defaults
+    from treadle_plugins.commands.generation.inputs import Inputs
+    from treadle_plugins.commands.generation.prompts import Defaults
 
     texts = tuple(prompt for prompt in prompts if prompt != STDIN)
     files = (*options["files"], *(STDIN for prompt in prompts if prompt == STDIN))
@@ -94,7 +95,7 @@ def _inputs(prompts: Sequence[str], options: dict[str, Any]) -> Inputs:
 
 def _check_sampling(sampling: dict[str, Any]) -> None:
     """Refuse at once what would be wrong in every request. Raises InvalidRequest."""
-    from treadle.sampling_params import SamplingParams
+    from treadle import SamplingParams
 
     SamplingParams.from_mapping(sampling, "the command's options")
 
@@ -108,11 +109,11 @@ def _check_output(output: str | None, files: Sequence[str]) -> None:
 
 def _run(common: Common, inputs: Inputs, ask: Ask | None, options: dict[str, Any]) -> None:
     """Load the model and serve. Raises click.exceptions.Exit with what was not well."""
-    from treadle.commands.generation.batches import Encoder
-    from treadle.commands.generation.interrupts import Interrupt
-    from treadle.commands.generation.results import Figures, Output, Progress
-    from treadle.commands.generation.session import Session
-    from treadle.engine import Engine
+    from treadle import Engine
+    from treadle_plugins.commands.generation.batches import Encoder
+    from treadle_plugins.commands.generation.interrupts import Interrupt
+    from treadle_plugins.commands.generation.results import Figures, Output, Progress
+    from treadle_plugins.commands.generation.session import Session
 
     settings = common.settings()
     figures = Figures()
@@ -126,6 +127,8 @@ def _run(common: Common, inputs: Inputs, ask: Ask | None, options: dict[str, Any
             else:
                 session.batch(inputs, options["ahead"], Progress(inputs.total, figures) if _shows_progress(options) else None)
         finally:
+            if note := figures.note():
+                click.echo(note, err=True)
             if options["stats"]:
                 click.echo(figures.table(), err=True)
     if interrupt.asked:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, BinaryIO
 
+from treadle import SamplingParams
 from treadle.errors import InvalidRequest, TreadleError, nearest
-from treadle.sampling_params import SamplingParams
 
 PIECE_BYTES = 1 << 16
 PROMPT_KEYS = ("prompt", "tokens", "messages")

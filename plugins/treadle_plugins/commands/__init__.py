@@ -1,0 +1,1 @@
+"""Commands that ship with Treadle and are ordinary plugins."""

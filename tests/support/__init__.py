@@ -1,0 +1,1 @@
+"""What tests share: tiny models, references, formats. Importable as `support`, by the setting `pythonpath` of pytest."""
