@@ -293,6 +293,8 @@ def _limit(text: str) -> str:
 
 def _type(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type(arguments[0])
     if origin in (typing.Union, UnionType):
         return " or ".join(_type(part) for part in arguments if part is not type(None))
     if origin is Literal:

@@ -444,8 +444,10 @@ class Hooks:
 
     @hookspec
     def prefix_matched(self, step: Step, request: Request, block_ids: Sequence[int], num_tokens: int) -> None:
-        """The request holds these blocks too, for `num_tokens` of its tokens; none when it starts without. Those that nobody held
-        are told as reused next."""
+        """The request holds these blocks too, for `num_tokens` of its tokens; none when it starts without.
+
+        Those that nobody held are told as reused next.
+        """
 
     @hookspec
     def blocks_allocated(self, step: Step, request: Request, block_ids: Sequence[int]) -> None:
