@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -12,7 +12,7 @@ from typing import Any
 
 from treadle import logs
 from treadle.blocks import BlockPool, IntegrityError
-from treadle.contracts import EngineInfo, Executor, KVFormat, PoolSpec, StepReport
+from treadle.contracts import EngineInfo, KVFormat, PoolSpec, StepReport
 from treadle.errors import ConfigError, EngineStopped, InvalidRequest, TreadleError, nearest
 from treadle.faults import Isolation
 from treadle.handles import Completion, Handle
@@ -53,8 +53,10 @@ class Engine:
         self._hook = self.manager.hook
         self._rules = Rules(self.manager)
         self._executor = self._rules.execute()
-        with _closing_on_error(self._executor):
+        with ExitStack() as on_error:
+            on_error.callback(self._executor.close)
             self._build()
+            on_error.pop_all()
         self._number = 0
         self._failure: Exception | None = None
         self._sound = True
@@ -483,12 +485,3 @@ def _call(watchers: Iterable[Callable[[], None]], request: LiveRequest) -> None:
 
 def _awaited(item: Handle | Completion) -> Completion:
     return item if isinstance(item, Completion) else item.result()
-
-
-@contextmanager
-def _closing_on_error(executor: Executor) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        executor.close()
-        raise

@@ -114,7 +114,7 @@ class KVCache:
         held = table.num_computed // size
         replaced = table.block_ids[held : held + len(block_ids)]
         reused = self.pool.share(block_ids)
-        self._chain(request, self._record_of(block_ids[-1]), held + len(block_ids))
+        self._chain(request, BlockRef(block_ids[-1], self.pool.generation(block_ids[-1])), held + len(block_ids))
         table.block_ids = table.block_ids[:held] + block_ids + table.block_ids[held + len(block_ids) :]
         table.num_computed += len(block_ids) * size
         request.count(num_cached_tokens=request.num_cached_tokens + len(block_ids) * size)
@@ -249,8 +249,9 @@ class KVCache:
     def evict(self, step: Step, block_ids: Sequence[int]) -> None:
         """Cached blocks are forgotten, with those that follow them."""
         evicted = self.pool.unindex(block_ids)
-        for block_id in evicted.left_index:
-            self._forget_pin(block_id)
+        # the pool has unpinned them
+        for block_id in evicted.left_index if self._pinned_until else ():
+            self._pinned_until.pop(BlockRef(block_id, self.pool.generation(block_id)), None)
         self._hook.blocks_evicted(step=step, block_ids=evicted.left_index)
         if evicted.freed:
             self._hook.blocks_freed(step=step, block_ids=evicted.freed)
@@ -265,11 +266,6 @@ class KVCache:
         table = request.table
         self.undo_log.chains.append((request, table.chain, table.num_chained))
         table.chain, table.num_chained = ref, num_chained
-
-    def _record_of(self, block_id: int) -> BlockRef:
-        record = self.pool.record(block_id)
-        assert record is not None
-        return record.ref
 
     # --- pins -----------------------------------------------------------------------------------------------------------------
 
@@ -305,11 +301,6 @@ class KVCache:
             del self._pinned_until[ref]
             self.pool.unpin([ref.block_id])
         self._next_unpin_s = min(self._pinned_until.values(), default=float("inf"))
-
-    def _forget_pin(self, block_id: int) -> None:
-        """A block that left the index is pinned no more: the pool has seen to that, here it is forgotten."""
-        if self._pinned_until:
-            self._pinned_until.pop(BlockRef(block_id, self.pool.generation(block_id)), None)
 
     # --- proof --------------------------------------------------------------------------------------------------------------
 

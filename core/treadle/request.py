@@ -196,28 +196,9 @@ class Request(Counted):
     """What plugins see of a request. Every attribute is read only."""
 
     __slots__ = (
-        "_batch",
-        "_end",
-        "_figures",
-        "_id",
-        "_isolation",
-        "_limit",
-        "_logprobs",
-        "_lost_from",
-        "_options",
-        "_params",
-        "_phase",
-        "_planned_step",
-        "_progress",
-        "_prompt_length",
-        "_prompt_logprobs",
-        "_sequence",
-        "_stash",
-        "_stop_ids",
-        "_table",
-        "_text",
-        "_tokens",
-        "_watchers",
+        "_batch", "_end", "_figures", "_id", "_isolation", "_limit", "_logprobs", "_lost_from", "_options", "_params", "_phase",
+        "_planned_step", "_progress", "_prompt_length", "_prompt_logprobs", "_sequence", "_stash", "_stop_ids", "_table",
+        "_text", "_tokens", "_watchers",
     )  # fmt: skip
 
     def __init__(
