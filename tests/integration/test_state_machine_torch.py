@@ -241,7 +241,7 @@ class FreePoisoner(Poisoner):
 
     @hookimpl
     @torch.inference_mode()
-    def step_finished(self, step: Step) -> None:
+    def step_committed(self, step: Step) -> None:
         """Not before: what is freed while a step is planned may still be copied out in it."""
         rows = torch.tensor([block_id for block_id in self._freed if step.pool.is_free(block_id)], dtype=torch.int64)
         for tensor in self.backend.tensors():
