@@ -199,7 +199,7 @@ API = {
         "treadle.registry:Registry",
     ),
     "api_errors": ("treadle.errors", "treadle.text:Tokenizer", "treadle.text:TextStream", "treadle.logs"),
-    "api_testing": ("treadle.testing.play as treadle.testing", "treadle.testing.fake_executor as treadle.testing"),
+    "api_testing": ("treadle.testing.engines as treadle.testing", "treadle.testing.fake_executor as treadle.testing"),
     "torch_forward": ("treadle_plugins.forward.spec",),
     "torch_attention": ("treadle_plugins.attention.spec", "treadle_plugins.execute.torch_executor.suites:CodecSuite"),
 }

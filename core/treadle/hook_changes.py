@@ -54,6 +54,7 @@ CHANGES = (
         "execute answers an Executor without run(plan): launch(plan) starts a pass, collect() waits for its outcome. Derive from "
         "treadle.SyncExecutor to keep a `run`: it makes both of it",
     ),
+    Change(2, "treadle.testing.play", "treadle.testing.play is called run_prompts, for what it does", gone=True),
     *(
         Change(2, f"treadle_plugins.{was}", f"treadle_plugins.{was} is gone: {now}", gone=True)
         for was, now in (

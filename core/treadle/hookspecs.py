@@ -70,12 +70,12 @@ class Hooks:
         Cost: once per request.
 
         >>> from treadle import Refuse, hookimpl
-        >>> from treadle.testing import play
+        >>> from treadle.testing import run_prompts
         >>> class NoLongPrompts:
         ...     @hookimpl
         ...     def accept(self, request, load):
         ...         return Refuse("at most 8 tokens") if request.prompt_length > 8 else None
-        >>> [c.finish_reason.value for c in play(NoLongPrompts(), prompts=[[1, 2, 3], [4] * 9])]
+        >>> [c.finish_reason.value for c in run_prompts(NoLongPrompts(), prompts=[[1, 2, 3], [4] * 9])]
         ['length', 'refused']
         """
 
@@ -97,13 +97,13 @@ class Hooks:
         Cost: a few calls per step; more only when many are skipped.
 
         >>> from treadle import Admission, hookimpl
-        >>> from treadle.testing import play
+        >>> from treadle.testing import run_prompts
         >>> class OneAtATimePerTenant:
         ...     @hookimpl
         ...     def admit(self, step, request):
         ...         tenants = {other.labels.get("tenant") for other in step.running}
         ...         return Admission.SKIP if request.labels.get("tenant") in tenants else None
-        >>> done = play(OneAtATimePerTenant(), prompts=[[1], [2]], labels={"tenant": "a"})
+        >>> done = run_prompts(OneAtATimePerTenant(), prompts=[[1], [2]], labels={"tenant": "a"})
         >>> done[0].finished_s < done[1].first_token_s
         True
         """
@@ -124,12 +124,12 @@ class Hooks:
         Cost: once per step.
 
         >>> from treadle import hookimpl
-        >>> from treadle.testing import play
+        >>> from treadle.testing import run_prompts
         >>> class RepeatLast:
         ...     @hookimpl
         ...     def propose(self, requests, most):
         ...         return [request.token_ids(-1) for request in requests]
-        >>> play(RepeatLast(), prompts=[[1, 2]])[0].token_ids == play(prompts=[[1, 2]])[0].token_ids
+        >>> run_prompts(RepeatLast(), prompts=[[1, 2]])[0].token_ids == run_prompts(prompts=[[1, 2]])[0].token_ids
         True
         """
 
@@ -150,12 +150,12 @@ class Hooks:
         Cost: once per waiting request that `admit` is asked about, and once per block of a chunked prefill.
 
         >>> from treadle import hookimpl
-        >>> from treadle.testing import play
+        >>> from treadle.testing import run_prompts
         >>> class NeverReuse:
         ...     @hookimpl
         ...     def match_prefix(self, step, request):
         ...         return ()
-        >>> [c.num_cached_tokens for c in play(NeverReuse(), prompts=[[7] * 40, [7] * 40], prefix="hash_chain")]
+        >>> [c.num_cached_tokens for c in run_prompts(NeverReuse(), prompts=[[7] * 40, [7] * 40], prefix="hash_chain")]
         [0, 0]
         """
 
@@ -177,13 +177,13 @@ class Hooks:
         Cost: once per block of tokens.
 
         >>> from treadle import hookimpl
-        >>> from treadle.testing import play
+        >>> from treadle.testing import run_prompts
         >>> class HighestFirst:
         ...     @hookimpl
         ...     def allocate(self, step, request, num_blocks):
         ...         free = [b for b in reversed(range(step.pool.num_blocks)) if step.pool.is_free(b)]
         ...         return free[:num_blocks] if len(free) >= num_blocks else None
-        >>> play(HighestFirst(), prompts=[[1, 2, 3]])[0].finish_reason.value
+        >>> run_prompts(HighestFirst(), prompts=[[1, 2, 3]])[0].finish_reason.value
         'length'
         """
 
@@ -208,12 +208,12 @@ class Hooks:
         Cost: once per victim.
 
         >>> from treadle import Preemption, hookimpl
-        >>> from treadle.testing import play
+        >>> from treadle.testing import run_prompts
         >>> class ShortestOutputFirst:
         ...     @hookimpl
         ...     def preempt(self, step, request, num_blocks):
         ...         return Preemption(min(step.victims(), key=lambda r: r.num_output))
-        >>> done = play(ShortestOutputFirst(), prompts=[[1] * 30, [2] * 30], num_blocks=4, max_tokens=12)
+        >>> done = run_prompts(ShortestOutputFirst(), prompts=[[1] * 30, [2] * 30], num_blocks=4, max_tokens=12)
         >>> [c.num_preempted for c in done], [len(c.token_ids) for c in done]
         ([0, 1], [12, 12])
         """
@@ -233,12 +233,12 @@ class Hooks:
         Cost: once per finished request, more while it is held.
 
         >>> from treadle import hookimpl
-        >>> from treadle.testing import play
+        >>> from treadle.testing import run_prompts
         >>> class HoldWhileOthersRun:
         ...     @hookimpl
         ...     def release(self, step, request):
         ...         return step.num_running == 0
-        >>> [c.finish_reason.value for c in play(HoldWhileOthersRun(), prompts=[[1], [2]])]
+        >>> [c.finish_reason.value for c in run_prompts(HoldWhileOthersRun(), prompts=[[1], [2]])]
         ['length', 'length']
         """
 
@@ -260,7 +260,7 @@ class Hooks:
         Cost: once per step; reading must not cost more as the queue grows.
 
         >>> from treadle import hookimpl
-        >>> from treadle.testing import play
+        >>> from treadle.testing import run_prompts
         >>> class LongestPromptFirst:
         ...     def __init__(self):
         ...         self.waiting = {}
@@ -273,7 +273,7 @@ class Hooks:
         ...     @hookimpl
         ...     def order(self, step):
         ...         return sorted(self.waiting, key=lambda r: -r.prompt_length)
-        >>> done = play(LongestPromptFirst(), prompts=[[1], [2, 2], [3, 3, 3]], max_batch_size=1)
+        >>> done = run_prompts(LongestPromptFirst(), prompts=[[1], [2, 2], [3, 3, 3]], max_batch_size=1)
         >>> done[2].first_token_s < done[1].first_token_s < done[0].first_token_s
         True
         """
@@ -295,13 +295,13 @@ class Hooks:
         Cost: once per step.
 
         >>> from treadle import Open, hookimpl
-        >>> from treadle.testing import play
+        >>> from treadle.testing import run_prompts
         >>> class OneInsertAStep:
         ...     @hookimpl(wrapper=True)
         ...     def gate(self, step):
         ...         answer = yield
         ...         return Open(1) if isinstance(answer, Open) and answer.most != 0 else answer
-        >>> done = play(OneInsertAStep(), prompts=[[1], [2]])
+        >>> done = run_prompts(OneInsertAStep(), prompts=[[1], [2]])
         >>> done[0].first_token_s < done[1].first_token_s
         True
         """
@@ -324,7 +324,7 @@ class Hooks:
         Cost: once per step; `take` once per request and step.
 
         >>> from treadle import hookimpl
-        >>> from treadle.testing import play
+        >>> from treadle.testing import run_prompts
         >>> class FourTokensEach:
         ...     may_shrink = True
         ...     def take(self, request, wanted):
@@ -332,7 +332,7 @@ class Hooks:
         ...     @hookimpl
         ...     def budget(self, step):
         ...         return self
-        >>> play(FourTokensEach(), prompts=[[5] * 20])[0].token_ids == play(prompts=[[5] * 20])[0].token_ids
+        >>> run_prompts(FourTokensEach(), prompts=[[5] * 20])[0].token_ids == run_prompts(prompts=[[5] * 20])[0].token_ids
         True
         """
 
@@ -351,12 +351,12 @@ class Hooks:
         Cost: when the pool is full, once per allocation.
 
         >>> from treadle import hookimpl
-        >>> from treadle.testing import play
+        >>> from treadle.testing import run_prompts
         >>> class Everything:
         ...     @hookimpl
         ...     def evict(self, step, num_blocks):
         ...         return [b for b in range(step.pool.num_blocks) if step.pool.is_cached(b)]
-        >>> done = play(Everything(), prompts=[[n] * 40 for n in range(9)], num_blocks=4)
+        >>> done = run_prompts(Everything(), prompts=[[n] * 40 for n in range(9)], num_blocks=4)
         >>> {c.finish_reason.value for c in done}
         {'length'}
         """

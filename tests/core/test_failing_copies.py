@@ -18,8 +18,8 @@ from treadle import Handle, SamplingParams, hookimpl
 from treadle.errors import ConfigError, ExecutionError, PluginError
 from treadle.plan import Outcome, StepPlan, Work
 from treadle.testing import FakeExecutor, drain_checked
+from treadle.testing.faults import FailingExecutor, Site
 from treadle.testing.traffic import Tally
-from treadle.testing.trouble import FailingExecutor, Site
 
 NUM_SWAP_BLOCKS = 9
 COMMON = list(range(1, 36))

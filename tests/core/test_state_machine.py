@@ -23,8 +23,8 @@ from treadle.errors import ConfigError, ExecutionError, InvalidRequest, Refused
 from treadle.registry import Registry
 from treadle.testing import FakeExecutor, drain_checked, make_engine
 from treadle.testing.combinations import SLOTS
+from treadle.testing.faults import RandomDrafts, RandomSkips, RandomVictims, UnsteadyExecutor
 from treadle.testing.traffic import right_tokens
-from treadle.testing.trouble import RandomDrafts, RandomSkips, RandomVictims, UnsteadyExecutor
 
 BLOCK = 16
 VOCAB = 60

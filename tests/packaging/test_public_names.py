@@ -54,7 +54,7 @@ def test_contrib_imports_public_names_only(path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("from treadle import Request\nfrom treadle.testing import play\nimport treadle.errors\nimport pydantic", []),
+        ("from treadle import Request\nfrom treadle.testing import run_prompts\nimport treadle.errors\nimport pydantic", []),
         ("from treadle import errors", []),
         ("from treadle.planner import Planner", ["treadle.planner Planner"]),
         ("import treadle.books", ["treadle.books"]),

@@ -13,8 +13,8 @@ from treadle import SamplingParams
 from treadle.blocks import IntegrityError
 from treadle.errors import ConfigError, TreadleError
 from treadle.testing import FakeExecutor, drain_checked, make_engine
+from treadle.testing.faults import FailingExecutor, RandomVictims
 from treadle.testing.traffic import serve, shared_prefix_traffic
-from treadle.testing.trouble import FailingExecutor, RandomVictims
 from treadle_plugins.observe.block_entries import Entry, Header, Log, Numbered, entry_line, header_line, read_log
 from treadle_plugins.observe.block_log import BlockLog, BlockLogSettings
 from treadle_plugins.observe.block_replay import PoolReplay, first_divergence

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 from treadle import Engine, Handle, SamplingParams
-from treadle.testing import VirtualClock, drain_checked, make_engine, play
+from treadle.testing import VirtualClock, drain_checked, make_engine, run_prompts
 
 
 def submit(engine: Engine, tenants: str) -> list[Handle]:
@@ -61,8 +61,8 @@ def test_the_wait_is_bounded_under_endless_arrivals() -> None:
 
 def test_a_preempted_request_keeps_its_turn_and_its_tokens() -> None:
     prompts = [[n] * 30 for n in range(1, 5)]
-    short = play(prompts=prompts, max_tokens=20, num_blocks=4, order="round_robin", labels={"tenant": "a"})
-    plenty = play(prompts=prompts, max_tokens=20, order="round_robin")
+    short = run_prompts(prompts=prompts, max_tokens=20, num_blocks=4, order="round_robin", labels={"tenant": "a"})
+    plenty = run_prompts(prompts=prompts, max_tokens=20, order="round_robin")
     assert any(completion.num_preempted for completion in short)
     assert [c.token_ids for c in short] == [c.token_ids for c in plenty]
 

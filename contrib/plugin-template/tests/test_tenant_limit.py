@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from treadle import SamplingParams, StepReport, hookimpl
-from treadle.testing import make_engine, play
+from treadle.testing import make_engine, run_prompts
 
 from treadle_tenant_rules.tenant_limit import TenantLimit, TenantLimitSettings
 
@@ -29,7 +29,7 @@ def limit(**values: object) -> TenantLimit:
 @pytest.mark.parametrize("most", [1, 2, 3])
 def test_a_tenant_never_runs_more_than_its_limit(most: int) -> None:
     seen = MostRunning()
-    done = play(limit(max_running=most), seen, prompts=[[n, n] for n in range(1, 8)], labels={"tenant": "a"})
+    done = run_prompts(limit(max_running=most), seen, prompts=[[n, n] for n in range(1, 8)], labels={"tenant": "a"})
     assert seen.most == most
     assert {completion.finish_reason.value for completion in done} == {"length"}
 
@@ -57,12 +57,12 @@ def test_tenants_may_have_limits_of_their_own() -> None:
 def test_the_built_in_decides_for_those_below_their_limit() -> None:
     """Four blocks of 16 tokens: `continuous` does not start a prompt that would not fit, whatever the limit allows."""
     seen = MostRunning()
-    play(limit(max_running=8), seen, prompts=[[1] * 40, [2] * 40], labels={"tenant": "a"}, num_blocks=4)
+    run_prompts(limit(max_running=8), seen, prompts=[[1] * 40, [2] * 40], labels={"tenant": "a"}, num_blocks=4)
     assert seen.most == 1
 
 
 def test_preempted_requests_do_not_count() -> None:
-    done = play(
+    done = run_prompts(
         limit(max_running=2),
         prompts=[[n] * 30 for n in range(1, 5)],
         max_tokens=20,

@@ -11,8 +11,8 @@ from typing import Any
 
 from treadle.errors import ConfigError
 from treadle.registry import Registry
+from treadle.testing.engines import make_engine
 from treadle.testing.fake_executor import FakeExecutor
-from treadle.testing.play import make_engine
 from treadle.testing.traffic import Arrival, Tally, assert_right, serve, shared_prefix_traffic
 
 SLOTS = ("accept", "order", "admit", "budget", "prefix", "allocate", "evict", "preempt", "release")

@@ -12,8 +12,8 @@ from treadle.handles import Handle
 from treadle.plugin import Trait
 from treadle.registry import Offer, Registry
 from treadle.sampling_params import SamplingParams
+from treadle.testing.engines import make_engine
 from treadle.testing.fake_executor import FakeExecutor
-from treadle.testing.play import make_engine
 from treadle.testing.traffic import Arrival, Tally, assert_right, serve, shared_prefix_traffic
 
 Strategy = str | type | Mapping[str, Any]

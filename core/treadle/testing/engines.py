@@ -37,7 +37,7 @@ def make_engine(
     return Engine(settings, [executor, *plugins])
 
 
-def play(
+def run_prompts(
     *plugins: object,
     prompts: Sequence[Sequence[int]],
     max_tokens: int = 4,
