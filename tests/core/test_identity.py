@@ -213,8 +213,9 @@ def test_a_handle_is_finished_when_its_completion_is_there_and_no_sooner(build: 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_close_gives_everybody_who_waits_a_completion(streaming: bool, build: Any) -> None:
     for _ in range(5):
-        engine = build().start()
-        handles = [engine.submit([n], SamplingParams(max_tokens=900)) for n in range(16)]
+        engine = build(num_blocks=4000).start()
+        # far more than can be computed before it is closed
+        handles = [engine.submit([n], SamplingParams(max_tokens=3900)) for n in range(16)]
 
         def wait(handle: Any) -> FinishReason:
             if streaming:
